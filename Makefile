@@ -1,0 +1,39 @@
+# Two commands matter: `make demo` runs the main job, `make test` checks everything. Both set up .venv first.
+
+PYTHON ?= python3
+# Empty: torch from the default index, which on Linux brings CUDA libraries. The CPU build alone, some GB smaller:
+#   make demo TORCH_INDEX="--index-url https://download.pytorch.org/whl/cpu"
+TORCH_INDEX ?=
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test lint types clean
+
+# torch goes first and pinned, so that nothing installed later chooses another build of it.
+$(VENV)/.installed: pyproject.toml setup.py constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) $(TORCH_INDEX) "$$(grep '^torch==' constraints.txt)"
+	$(PIP) -e '.[demo,test,lint]'
+	touch $@
+
+.venv: $(VENV)/.installed
+
+demo: $(VENV)/.installed
+	$(BIN)/python -m demo.train_packed
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# mypy cannot follow the mapping of passes/ to glue_compiler.passes, so it reads a copy laid out as installed.
+types: $(VENV)/.installed
+	rm -rf .types && mkdir .types
+	cp -R glue_compiler .types/ && cp -R passes .types/glue_compiler/passes
+	cd .types && ../$(BIN)/mypy --config-file ../pyproject.toml --cache-dir ../.mypy_cache -p glue_compiler
+
+test: lint types
+	$(BIN)/python -m pytest
+
+clean:
+	rm -rf $(VENV) .types build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,84 @@
+"""What Dynamo must be able to capture, switched on for glue's own compiles only.
+
+Dynamo ends a graph at ``.item()`` and at operators whose result has a data-dependent shape, unless two flags are set.
+They are set around the conversion of one frame, so a call of a compiled module pays nothing, and code of other
+backends that is compiled meanwhile does not see them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from glue_compiler import compat
+
+log = logging.getLogger(__name__)
+
+FLAGS = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
+
+
+@dataclass(frozen=True)
+class CaptureEvent:
+    """A frame that could not be compiled as it was tried first.
+
+    ``retried``: it was converted again without the flags; otherwise Dynamo left the frame to eager.
+    """
+
+    reason: str
+    retried: bool
+
+
+def convert_frame(convert: Callable[[], Any], record: Callable[[CaptureEvent], None]) -> Any:
+    """Convert one frame with the flags on, and once more without them where they are what makes it fail."""
+    if compat.dynamo_flags(tuple(FLAGS)) == FLAGS:
+        return _convert(convert, record)
+    try:
+        with compat.patch_dynamo(**FLAGS):
+            return convert()
+    except Exception as error:
+        if not _may_be_the_flags(error):
+            return _raise(error, record)
+        reason = _first_line(error)
+    log.info("a frame is converted again without data-dependent capture: %s", reason)
+    record(CaptureEvent(reason, retried=True))
+    return _convert(convert, record)
+
+
+def _convert(convert: Callable[[], Any], record: Callable[[CaptureEvent], None]) -> Any:
+    try:
+        return convert()
+    except Exception as error:
+        return _raise(error, record)
+
+
+def _raise(error: Exception, record: Callable[[CaptureEvent], None]) -> Any:
+    own = compat.glue_error_in(error)
+    if own is not None:
+        raise own from None
+    if compat.is_soft_failure(error):
+        record(CaptureEvent(_first_line(error), retried=False))
+    raise error
+
+
+def _may_be_the_flags(error: Exception) -> bool:
+    """Graph breaks that Dynamo cannot resume from happen with and without the flags, unless a value is data-dependent."""
+    if compat.glue_error_in(error) is not None or compat.is_recompile_limit(error):
+        return False
+    return not compat.is_soft_failure(error) or compat.is_data_dependent_failure(error)
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"
+
+
+def install(is_ours: Callable[[Any], bool], on_event: Callable[[Any, Mapping[str, Any], CaptureEvent], None]) -> None:
+    """Make Dynamo convert the frames of glue's compiles through :func:`convert_frame`."""
+
+    def hook(backend: Any, stored: Mapping[str, Any], convert: Callable[[], Any]) -> Any:
+        backend.options_for(stored)  # a wrong option is an error before anything is traced
+        return convert_frame(convert, lambda event: on_event(backend, stored, event))
+
+    compat.install_frame_hook(is_ours, hook)

@@ -1,0 +1,35 @@
+"""Errors and warnings that glue raises on purpose."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class GlueError(Exception):
+    """Base class: reaches the user as it is, not wrapped in Dynamo's ``BackendCompilerFailed``."""
+
+
+class GlueOptionError(GlueError, ValueError):
+    """An option, an environment variable or a pass name that glue does not know, or a value of the wrong type."""
+
+
+class GlueContractError(GlueError):
+    """The enabled passes do not fit together: a requirement that nobody provides, a conflict, or a cycle."""
+
+
+class GlueInvariantError(GlueError):
+    """A pass left a graph that is not consistent (see ``fx/invariants.py``)."""
+
+
+class GlueWarning(UserWarning):
+    """Something did not work as asked, and the model still runs."""
+
+
+def unknown_name(kind: str, name: str, known: Iterable[str], *, list_as: str = "Known") -> str:
+    """``unknown option 'ofload'; did you mean 'offload'? Known: ...``; ``known`` is listed in full only when short."""
+    names = sorted(known)
+    nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    hint = f"; did you mean '{nearest[0]}'?" if nearest else "."
+    shown = ", ".join(names) if len(names) <= 20 else ""
+    return f"unknown {kind} '{name}'{hint}" + (f" {list_as}: {shown}." if shown else "")

@@ -1,0 +1,1 @@
+"""Graph toolkit: what passes ask of an FX graph. Nothing here knows a rewrite."""

@@ -1,0 +1,307 @@
+"""What a node of a captured graph does besides computing its result.
+
+Captured graphs call torch-level functions and tensor methods, whose names prove nothing. So each distinct call is run
+once on fake tensors under a dispatch mode that records the operators it is made of; their schemas and tags say
+whether it writes, draws random numbers, or reads data back to the host.
+"""
+
+from __future__ import annotations
+
+import builtins
+import enum
+import logging
+import math
+import operator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from glue_compiler import compat
+from glue_compiler.fx import bodies
+from glue_compiler.fx.values import (
+    StorageKey,
+    Symbolic,
+    expression,
+    has_value,
+    is_plain,
+    leaves,
+    requires_grad,
+    storage_of,
+    storages_of,
+    tensors_in,
+    unbacked_in,
+    value_of,
+)
+
+log = logging.getLogger(__name__)
+
+
+class Kind(enum.Enum):
+    PURE = "pure"
+    """The same operands give the same result, and nothing else happens."""
+    OPAQUE = "opaque"
+    """May give another result each time (random numbers, an operator that we cannot see into), but changes nothing
+    other than what ``writes`` says."""
+    ASSERT = "assert"
+    """Raises if its first operand is false."""
+    NOTHING = "nothing"
+    """Has no result and no effect on results."""
+    GRAD_MODE = "grad mode"
+    """Switches autograd on or off from here on."""
+    MODE = "mode"
+    """Opens or closes a context that changes what later calls compute (autocast and the like)."""
+    BARRIER = "barrier"
+    """Not understood: anything may have happened, to any memory."""
+
+
+@dataclass(frozen=True)
+class Effects:
+    """``writes`` are the storages written. ``syncs``: waits for the device to hand a value to the host."""
+
+    kind: Kind
+    writes: frozenset[StorageKey] = frozenset()
+    syncs: bool = False
+    random: bool = False
+
+
+# Operators that check and return nothing. Two with equal operands are one.
+_ASSERTS = {torch.ops.aten._assert_scalar.default, torch.ops.aten._assert_async.msg, torch._check}
+_GRAD_MODE = {torch._C._set_grad_enabled}
+_NOTHING = {torch._C._log_api_usage_once}
+_MODES = {
+    torch.amp.autocast_mode._enter_autocast,
+    torch.amp.autocast_mode._exit_autocast,
+}
+# Functions on numbers, which dispatch no operator.
+_SCALAR_MODULES = {operator.__name__, operator.add.__module__, builtins.__name__, math.__name__}
+# Operators whose definitions are torch's own: deterministic unless tagged otherwise.
+_KNOWN_NAMESPACES = {"aten", "prims", "prim"}
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What running a call on fake tensors showed. ``written`` are indices into the call's tensor operands."""
+
+    kind: Kind
+    written: tuple[int, ...] = ()
+    syncs: bool = False
+    random: bool = False
+    result: Any = None
+
+
+@dataclass
+class EffectAnalysis:
+    """Classifies nodes; remembers calls that it has seen, since layers repeat them.
+
+    The memory is the only state, and it is keyed by metadata, not by node: one object serves all passes over one graph.
+    """
+
+    fake_mode: Any | None
+    _seen: dict[Any, _Outcome] = field(default_factory=dict)
+
+    @classmethod
+    def for_graph(cls, gm: fx.GraphModule) -> EffectAnalysis:
+        return cls(compat.fake_mode_of(tensors_in([value_of(node) for node in gm.graph.nodes])))
+
+    def of(self, gm: fx.GraphModule, node: fx.Node) -> Effects:
+        if node.op in ("placeholder", "get_attr", "output"):
+            return Effects(Kind.NOTHING)
+        if node.op == "call_module":
+            return Effects(Kind.BARRIER)
+        if node.op == "call_function":
+            if bodies.is_higher_order(node):
+                return self._of_bodies(gm, node)
+            for targets, kind in ((_ASSERTS, Kind.ASSERT), (_GRAD_MODE, Kind.GRAD_MODE), (_NOTHING, Kind.NOTHING)):
+                if node.target in targets:
+                    return Effects(kind)
+            if node.target in _MODES:
+                return Effects(Kind.MODE)
+        operands = [value_of(arg) for arg in node.all_input_nodes]
+        if self._is_scalar_function(node, operands):
+            return Effects(Kind.PURE)
+        if not _may_run(node):
+            return Effects(Kind.BARRIER)
+        tensors = tensors_in(operands)
+        outcome = self._outcome(node)
+        kind, written = outcome.kind, outcome.written
+        if node.op == "call_method" and _is_in_place_name(str(node.target)):
+            # resize_, requires_grad_, unsqueeze_ change metadata without an operator that says so.
+            written = (*written, *range(len(tensors_in(value_of(node.args[0])))))  # type: ignore[arg-type]
+        writes = frozenset(storage_of(tensors[i]) for i in written if is_plain(tensors[i]))
+        if written and not all(is_plain(tensors[i]) for i in written):
+            return Effects(Kind.BARRIER)
+        if kind is Kind.PURE and not all(is_plain(t) for t in (*tensors, *tensors_in(value_of(node)))):
+            kind = Kind.OPAQUE
+        return Effects(Kind.OPAQUE if writes else kind, writes, outcome.syncs, outcome.random)
+
+    def result_of(self, node: fx.Node) -> Any | None:
+        """What the node's operator gives for the metadata of its operands; None if it is not safe to ask."""
+        if not node.op.startswith("call_") or bodies.is_higher_order(node) or not _may_run(node):
+            return None
+        if self._is_scalar_function(node, [value_of(arg) for arg in node.all_input_nodes]):
+            return None
+        return self._outcome(node).result
+
+    def _outcome(self, node: fx.Node) -> _Outcome:
+        key = _call_key(node)
+        if key not in self._seen:
+            self._seen[key] = self._run(node, tensors_in([value_of(arg) for arg in node.all_input_nodes]))
+        return self._seen[key]
+
+    def _is_scalar_function(self, node: fx.Node, operands: list[Any]) -> bool:
+        if node.op != "call_function":
+            return False
+        if node.target is operator.getitem and isinstance(operands[0], tuple | list):
+            return not any(isinstance(leaf, Symbolic) for value in operands[1:] for leaf in leaves(value))
+        if tensors_in(operands) or tensors_in(value_of(node)):
+            return False
+        name = getattr(node.target, "__name__", "")
+        return getattr(node.target, "__module__", "") in _SCALAR_MODULES or name.startswith("sym_")
+
+    def _of_bodies(self, gm: fx.GraphModule, node: fx.Node) -> Effects:
+        """A higher-order operator does what its bodies do; one without a body that we can read does anything."""
+        inner = bodies.bodies_of(gm, node)
+        if not inner:
+            return Effects(Kind.BARRIER)
+        writes: set[StorageKey] = set()
+        syncs = random = False
+        for body in inner:
+            for child in body.graph.nodes:
+                effects = self.of(body, child)
+                if effects.kind is Kind.BARRIER:
+                    return effects
+                # Placeholders of a body are not always the caller's own tensors, so a write has no known target.
+                if effects.writes and not effects.writes <= _made_inside(body):
+                    return Effects(Kind.BARRIER)
+                writes |= effects.writes
+                syncs, random = syncs or effects.syncs, random or effects.random
+        return Effects(Kind.OPAQUE, frozenset(writes), syncs, random)
+
+    def _run(self, node: fx.Node, tensors: list[torch.Tensor]) -> _Outcome:
+        # Detached aliases: in-place changes of shape must not reach the recorded fake tensors.
+        aliases = {id(tensor): tensor.detach() for tensor in tensors}
+
+        def argument(value: Any) -> Any:
+            if isinstance(value, fx.Node):
+                return _map_tensors(value_of(value), lambda tensor: aliases[id(tensor)])
+            return value
+
+        args, kwargs = fx.map_arg(node.args, argument), fx.map_arg(node.kwargs, argument)
+        recorder = _Recorder()
+        shape_env = self.fake_mode.shape_env if self.fake_mode is not None else None
+        try:
+            with torch.no_grad(), compat.speculation(self.fake_mode, shape_env), recorder:
+                if node.op == "call_method":
+                    result = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+                else:
+                    result = node.target(*args, **kwargs)  # type: ignore[operator]
+        except Exception as failure:  # whatever it is, the node is not understood
+            log.debug("'%s' cannot be run on fake tensors: %s", node.name, failure)
+            return _Outcome(Kind.BARRIER)
+        written = tuple(i for i, t in enumerate(tensors) if is_plain(t) and storage_of(t) in recorder.written)
+        if recorder.written - storages_of(tensors) - recorder.made:
+            return _Outcome(Kind.BARRIER)
+        return _Outcome(recorder.kind(), written, recorder.syncs, recorder.random, result)
+
+
+class _Recorder(TorchDispatchMode):
+    """Records which operators run, which storages they write, and which they allocate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: set[StorageKey] = set()
+        self.made: set[StorageKey] = set()
+        self.syncs = self.random = self.foreign = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        before = storages_of([*args, kwargs])
+        result = func(*args, **kwargs)
+        self.made |= storages_of(result) - before
+        self.random |= torch.Tag.nondeterministic_seeded in func.tags
+        self.syncs |= torch.Tag.data_dependent_output in func.tags
+        # index.Tensor has the tag too, and a new size only for a boolean index.
+        if torch.Tag.dynamic_output_shape in func.tags:
+            self.syncs |= bool(set(unbacked_in(result)) - set(unbacked_in([*args, kwargs])))
+        self.syncs |= _copies_to_host(args, result)
+        self.foreign |= func.namespace not in _KNOWN_NAMESPACES
+        if func._schema.is_mutable:
+            for i, argument in enumerate(func._schema.arguments):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    value = args[i] if i < len(args) else kwargs.get(argument.name)
+                    self.written |= storages_of(value)
+        return result
+
+    def kind(self) -> Kind:
+        return Kind.OPAQUE if self.random or self.foreign else Kind.PURE
+
+
+def _copies_to_host(args: Any, result: Any) -> bool:
+    devices = {tensor.device.type for tensor in tensors_in(args)}
+    return "cuda" in devices and any(tensor.device.type == "cpu" for tensor in tensors_in(result))
+
+
+def _made_inside(body: fx.GraphModule) -> set[StorageKey]:
+    outside = storages_of([value_of(node) for node in body.graph.nodes if node.op in ("placeholder", "get_attr")])
+    return storages_of([value_of(node) for node in body.graph.nodes]) - outside
+
+
+def _is_in_place_name(name: str) -> bool:
+    return name.endswith("_") and not name.endswith("__")
+
+
+def _may_run(node: fx.Node) -> bool:
+    """Run only what is torch's or Python's own: a user's function might do anything."""
+    if any(not has_value(arg) for arg in node.all_input_nodes):
+        return False
+    if isinstance(node.target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        return True
+    module = getattr(node.target, "__module__", None) or ""
+    if module == operator.add.__module__:  # setitem has no recorded value
+        return True
+    # A function of torch's that gives nothing switches something. Between vmap and grad levels (functorch), an
+    # operator does not mean what it says.
+    if not has_value(node) or "_functorch" in module:
+        return False
+    # torch.add and its like are builtins without a module.
+    return node.op == "call_method" or not module or module in _SCALAR_MODULES or f"{module}.".startswith("torch.")
+
+
+def _map_tensors(value: Any, convert: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return convert(value)
+    if isinstance(value, tuple | list):
+        return type(value)(_map_tensors(item, convert) for item in value) if type(value) in (tuple, list) else value
+    if isinstance(value, dict):
+        return {key: _map_tensors(item, convert) for key, item in value.items()}
+    return value
+
+
+def _call_key(node: fx.Node) -> Any:
+    """Equal for two calls that do the same to operands of the same metadata."""
+    storages: dict[StorageKey, int] = {}
+
+    def describe(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return describe(value_of(value))
+        if isinstance(value, torch.Tensor):
+            if not is_plain(value):
+                return ("tensor", id(value))
+            alias = storages.setdefault(storage_of(value), len(storages))
+            shape = tuple(expression(size) for size in value.shape)
+            stride = tuple(expression(step) for step in value.stride())
+            return ("tensor", alias, shape, stride, value.dtype, value.device, requires_grad(value))
+        if isinstance(value, Symbolic):
+            return ("symbol", expression(value))
+        if isinstance(value, tuple | list):
+            return (type(value).__name__, *(describe(item) for item in value))
+        if isinstance(value, slice):
+            return ("slice", describe(value.start), describe(value.stop), describe(value.step))
+        if isinstance(value, dict):
+            return ("dict", *((key, describe(item)) for key, item in value.items()))
+        return (type(value).__name__, repr(value))
+
+    return (node.op, node.target, describe(node.args), describe(node.kwargs))

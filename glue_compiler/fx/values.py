@@ -1,0 +1,105 @@
+"""The fake values that Dynamo recorded on nodes: tensors, symbols, storages, sizes in bytes, source lines."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from glue_compiler import compat
+
+Symbolic = (torch.SymInt, torch.SymFloat, torch.SymBool)
+StorageKey = int
+
+
+def value_of(node: fx.Node) -> Any:
+    """What the node evaluates to, as fake tensors, symbols and Python values; None if Dynamo recorded nothing."""
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
+def has_value(node: fx.Node) -> bool:
+    return "example_value" in node.meta or "val" in node.meta
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """The leaves of nested tuples, lists, dicts and slices."""
+    if isinstance(value, tuple | list):
+        for item in value:
+            yield from leaves(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from leaves(item)
+    elif isinstance(value, slice):
+        yield from leaves((value.start, value.stop, value.step))
+    else:
+        yield value
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """A dense fake tensor, whose storage tells what it aliases (a wrapper subclass's does not)."""
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter, compat.fake_tensor_type()) and tensor.layout is torch.strided
+
+
+def storage_of(tensor: torch.Tensor) -> StorageKey:
+    """Equal for two tensors of one graph exactly when they are views of the same memory."""
+    return tensor.untyped_storage()._cdata
+
+
+def storages_of(value: Any) -> set[StorageKey]:
+    return {storage_of(tensor) for tensor in tensors_in(value) if is_plain(tensor)}
+
+
+def requires_grad(value: Any) -> bool:
+    return any(tensor.requires_grad for tensor in tensors_in(value))
+
+
+def expression(value: Any) -> Any:
+    """A symbolic value as its sympy expression, anything else as it is. Adds no guard."""
+    return value.node.expr if isinstance(value, Symbolic) else value
+
+
+def expressions_of(value: Any) -> Iterator[Any]:
+    """Every number in a value's metadata: sizes, strides and offsets of tensors, and symbols."""
+    for leaf in leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            numbers = (*leaf.shape, *(leaf.stride() if leaf.layout is torch.strided else ()))
+            yield from (expression(number) for number in numbers)
+        elif isinstance(leaf, Symbolic):
+            yield expression(leaf)
+
+
+def unbacked_in(value: Any) -> list[Any]:
+    """The unbacked symbols of a value, each once, in order of appearance."""
+    found: dict[Any, None] = {}
+    for number in expressions_of(value):
+        if not isinstance(number, int | float | bool):
+            found.update(dict.fromkeys(sorted(compat.unbacked_symbols(number), key=str)))
+    return list(found)
+
+
+def most_bytes(tensor: torch.Tensor, shape_env: Any) -> int | None:
+    """An upper bound of the bytes a tensor holds, from hints and value ranges; None when there is no bound."""
+    total = tensor.element_size()
+    for size in tensor.shape:
+        bound = size if isinstance(size, int) else compat.upper_bound(expression(size), shape_env)
+        if bound is None:
+            return None
+        total *= bound
+    return total
+
+
+def source_line(node: fx.Node) -> str:
+    """The user's line that a node comes from: ``model.py:12 in forward``, or ``""``."""
+    trace = node.meta.get("stack_trace") or ""
+    frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', trace)
+    if not frames:
+        return ""
+    path, line, function = frames[-1]
+    return f"{path}:{line} in {function}"

@@ -1,0 +1,93 @@
+"""The protocol between a rewrite and the pipeline that runs it."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+if TYPE_CHECKING:
+    from torch import fx
+
+    from glue_compiler.fx.effects import EffectAnalysis
+    from glue_compiler.options import GlueOptions
+
+
+class Stage(enum.Enum):
+    """When in a compile a pass runs."""
+
+    CAPTURED = "captured"
+    """On Dynamo's graph, before AOTAutograd: torch-level operators, higher-order operators with bodies."""
+
+
+class Numerics(enum.Enum):
+    """What a pass may do to results."""
+
+    BITWISE = "bitwise"
+    """Outputs and gradients keep every bit (as long as the backend below computes operators one by one)."""
+    CLOSE = "close"
+    """Outputs and gradients agree within the rounding of their dtype."""
+
+
+@dataclass(frozen=True)
+class Skip:
+    """A place that a pass looked at and left alone.
+
+    ``reason`` says why, and what would change it; ``node`` is the graph node's name; ``source`` the user's line,
+    ``file.py:12 in forward``, or ``""`` when the graph does not know it.
+    """
+
+    reason: str
+    node: str = ""
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class PassResult:
+    """What a pass did: ``changed`` must be true if anything in the graph is different."""
+
+    changed: bool
+    counts: Mapping[str, int] = field(default_factory=dict)
+    skips: tuple[Skip, ...] = ()
+
+
+@dataclass(frozen=True)
+class PassContext:
+    """What a pass may read besides the graph."""
+
+    options: GlueOptions
+    effects: EffectAnalysis
+    """What the nodes of this graph do; shared by all passes over it."""
+
+    @property
+    def shape_env(self) -> Any | None:
+        """Where the graph's symbols live; None if the graph holds no fake tensor."""
+        return self.effects.fake_mode.shape_env if self.effects.fake_mode is not None else None
+
+
+class GraphPass(Protocol):
+    """A rewrite. Holds no state: the same object runs on many graphs, from several threads.
+
+    A pass is on by default when ``default`` is true; ``options={"passes": {name: bool}}`` and ``GLUE_DISABLE``
+    overrule it. ``requires``, ``provides`` and ``conflicts`` name facts about the graph (contracts), which
+    order the passes and are checked before any of them runs. ``uuid_files`` are the source files, beside the pass's
+    own module, whose change must miss torch's compile caches.
+    """
+
+    name: ClassVar[str]
+    stage: ClassVar[Stage]
+    numerics: ClassVar[Numerics]
+    default: ClassVar[bool]
+    requires: ClassVar[frozenset[str]]
+    provides: ClassVar[frozenset[str]]
+    conflicts: ClassVar[frozenset[str]]
+    uuid_files: ClassVar[tuple[str, ...]]
+
+    def run(self, graph: fx.GraphModule, context: PassContext) -> PassResult:
+        """Rewrite ``graph`` in place. May raise: the pipeline then restores the graph."""
+        ...
+
+    def cache_options(self, options: GlueOptions) -> Any:
+        """The part of ``options`` that this pass reads, as plain picklable data for the cache key."""
+        ...

@@ -1,0 +1,150 @@
+"""What a user may set: ``torch.compile(..., options={...})`` and ``GLUE_*`` environment variables."""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, get_args
+
+from glue_compiler import compat
+from glue_compiler.errors import GlueOptionError, GlueWarning, unknown_name
+
+Compiler = Literal["inductor", "aot_eager"]
+
+_ENVIRONMENT = {
+    "GLUE_DUMP": "dump",
+    "GLUE_DISABLE": "passes",
+    "GLUE_STRICT": "strict",
+    "GLUE_COMPILER": "compiler",
+    "GLUE_HOIST_LIMIT": "hoist_limit",
+}
+
+
+@dataclass(frozen=True)
+class GlueOptions:
+    """All options, validated. Build it with :func:`parse_options`.
+
+    Attributes:
+        compiler: what the rewritten graph is handed to: ``"inductor"``, or ``"aot_eager"`` (AOTAutograd, then eager
+            operators: for debugging and for bitwise comparisons).
+        dump: folder for graph dumps and ``summary.json``, or None.
+        passes: pass name → on or off; passes not named keep their default.
+        strict: raise when a pass fails, instead of restoring the graph and warning.
+        hoist_limit: the most bytes of one tensor that ``hoist_metadata`` may keep alive by moving it out of a
+            checkpoint body, unless that saves a host sync. An int, or a string such as ``"64MiB"``.
+        inductor: Inductor's own options (from ``mode=`` and from the keys of ``options=`` that Inductor knows).
+    """
+
+    compiler: Compiler = "inductor"
+    dump: str | None = None
+    passes: Mapping[str, bool] = field(default_factory=dict)
+    strict: bool = False
+    hoist_limit: int = 64 * 2**20
+    inductor: Mapping[str, Any] = field(default_factory=dict)
+
+    def is_enabled(self, name: str, default: bool) -> bool:
+        return self.passes.get(name, default)
+
+
+OWN_KEYS = tuple(f.name for f in fields(GlueOptions) if f.name != "inductor")
+
+
+def parse_options(
+    options: Mapping[str, Any] | None,
+    mode: str | None,
+    pass_names: Collection[str],
+    environment: Mapping[str, str] | None = None,
+) -> GlueOptions:
+    """Merge defaults, ``GLUE_*`` variables, ``mode`` and ``options`` (the later wins).
+
+    Raises:
+        GlueOptionError: for an unknown key, an unknown pass, or a value of the wrong type.
+    """
+    values = _from_environment(os.environ if environment is None else environment, pass_names)
+    inductor: dict[str, Any] = dict(compat.inductor_mode_options(mode))
+    disabled = values.get("passes", {})
+    for key, value in (options or {}).items():
+        if key in OWN_KEYS:
+            values[key] = _CONVERT[key](value, pass_names)
+        elif compat.is_inductor_option(key):
+            inductor[key.replace("-", "_")] = compat.checked_inductor_option(key, value)
+        else:
+            # The own keys are listed first and whole: Inductor has hundreds.
+            known = [*OWN_KEYS, *compat.inductor_option_names()]
+            message = unknown_name("option", key, known)
+            raise GlueOptionError(f"{message} Options: {', '.join(OWN_KEYS)}, and those of torch._inductor.config.")
+    if disabled:
+        # GLUE_DISABLE is for a run that one does not want to edit, so it wins over options={"passes": ...}.
+        values["passes"] = {**values["passes"], **disabled}
+    return GlueOptions(**values, inductor=inductor)
+
+
+def parse_bytes(value: int | str) -> int:
+    """``"64MiB"``, ``"1.5 GB"`` or an int → bytes."""
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", value, re.IGNORECASE) if isinstance(value, str) else None
+    if not match:
+        raise GlueOptionError(f"{value!r} is not a number of bytes; write an int, or a string such as '64MiB'")
+    number, prefix, binary = match.groups()
+    return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(prefix.upper() or " "))
+
+
+def _passes(value: Any, pass_names: Collection[str]) -> dict[str, bool]:
+    if not isinstance(value, Mapping):
+        raise GlueOptionError(f"option 'passes' is a dict of pass name to bool, not {value!r}")
+    for name, on in value.items():
+        if name not in pass_names:
+            raise GlueOptionError(unknown_name("pass", str(name), pass_names, list_as="Passes"))
+        if not isinstance(on, bool):
+            raise GlueOptionError(f"option 'passes': '{name}' is True or False, not {on!r}")
+    return dict(value)
+
+
+def _compiler(value: Any, _: Collection[str]) -> str:
+    if value not in get_args(Compiler):
+        raise GlueOptionError(unknown_name("compiler", str(value), get_args(Compiler), list_as="Compilers"))
+    return str(value)
+
+
+def _dump(value: Any, _: Collection[str]) -> str | None:
+    if value is not None and not isinstance(value, str | os.PathLike):
+        raise GlueOptionError(f"option 'dump' is a folder, not {value!r}")
+    return os.fspath(value) if value else None
+
+
+def _strict(value: Any, _: Collection[str]) -> bool:
+    if not isinstance(value, bool):
+        raise GlueOptionError(f"option 'strict' is True or False, not {value!r}")
+    return value
+
+
+_CONVERT = {
+    "compiler": _compiler,
+    "dump": _dump,
+    "passes": _passes,
+    "strict": _strict,
+    "hoist_limit": lambda value, _: parse_bytes(value),
+}
+
+
+def _from_environment(environment: Mapping[str, str], pass_names: Collection[str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for variable, text in environment.items():
+        if not variable.startswith("GLUE_"):
+            continue
+        key = _ENVIRONMENT.get(variable)
+        if key is None:
+            # Another program may own the name, so this cannot be an error.
+            warnings.warn(unknown_name("variable", variable, _ENVIRONMENT, list_as="Variables"), GlueWarning, stacklevel=2)
+        elif key == "passes":
+            names = [name for name in re.split(r"[,\s]+", text) if name]
+            values[key] = _passes(dict.fromkeys(names, False), pass_names)
+        elif key == "strict":
+            values[key] = _strict({"1": True, "true": True, "0": False, "": False, "false": False}.get(text.lower(), text), ())
+        else:
+            values[key] = _CONVERT[key](text, pass_names)
+    return values

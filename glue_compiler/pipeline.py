@@ -1,0 +1,162 @@
+"""Runs passes over one graph: contracts, order, timing, checks, and the way back when one fails."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import inspect
+import logging
+import pickle
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import fx
+
+from glue_compiler import compat
+from glue_compiler.errors import GlueContractError, GlueWarning
+from glue_compiler.fx import bodies
+from glue_compiler.fx.effects import EffectAnalysis
+from glue_compiler.fx.invariants import check_graph
+from glue_compiler.graph_pass import GraphPass, PassContext, PassResult, Skip, Stage
+from glue_compiler.options import GlueOptions
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PassReport:
+    """What one pass did to one graph. ``before`` and ``after`` hold what the observer made of the graph, if changed."""
+
+    name: str
+    stage: Stage
+    changed: bool
+    counts: Mapping[str, int] = field(default_factory=dict)
+    skips: tuple[Skip, ...] = ()
+    milliseconds: float = 0.0
+    error: str | None = None
+    before: Any = None
+    after: Any = None
+
+
+Snapshotter = Callable[[fx.GraphModule], Any]
+
+
+class Pipeline:
+    """The enabled passes, ordered by their contracts.
+
+    Raises:
+        GlueContractError: when the enabled passes cannot run together.
+    """
+
+    def __init__(self, passes: Sequence[GraphPass], options: GlueOptions) -> None:
+        self.options = options
+        self.passes = order_by_contract(passes, {p.name for p in passes if options.is_enabled(p.name, p.default)})
+
+    def run(self, gm: fx.GraphModule, stage: Stage, snapshot: Snapshotter | None = None) -> list[PassReport]:
+        """Run the passes of ``stage`` on ``gm``, in place. ``snapshot`` renders the graph around each change."""
+        context = PassContext(self.options, EffectAnalysis.for_graph(gm))
+        return [self._run_one(p, gm, context, snapshot) for p in self.passes if p.stage is stage]
+
+    def uuid(self) -> bytes:
+        """Identifies the enabled passes: their names, sources and the options they read."""
+        described = [(p.name, pass_uuid(p), p.cache_options(self.options)) for p in self.passes]
+        return hashlib.sha256(pickle.dumps(described)).digest()
+
+    def _run_one(
+        self, graph_pass: GraphPass, gm: fx.GraphModule, context: PassContext, snapshot: Snapshotter | None
+    ) -> PassReport:
+        start = time.perf_counter()
+        before = snapshot(gm) if snapshot else None
+        saved = _save(gm)
+        result: PassResult | None = None
+        error = None
+        try:
+            with compat.restored_on_error(context.shape_env):
+                result = compat.observed(gm, graph_pass.name, lambda module: graph_pass.run(module, context))
+                if result is not None and result.changed:
+                    check_graph(gm, context.effects)
+        except Exception as failure:
+            _restore(gm, saved)
+            if self.options.strict:
+                raise
+            error = f"{type(failure).__name__}: {failure}"
+            result = None
+            log.debug("pass %s failed", graph_pass.name, exc_info=True)
+            warnings.warn(
+                f"glue's pass {graph_pass.name} failed ({error}); its graph is compiled as it was before the pass. "
+                f"Set strict=True to raise, GLUE_DISABLE={graph_pass.name} to leave it out.",
+                GlueWarning,
+                stacklevel=2,
+            )
+        result = result or PassResult(changed=False)
+        return PassReport(
+            name=graph_pass.name,
+            stage=graph_pass.stage,
+            changed=result.changed,
+            counts=result.counts,
+            skips=result.skips,
+            milliseconds=(time.perf_counter() - start) * 1000,
+            error=error,
+            before=before if result.changed else None,
+            after=snapshot(gm) if snapshot and result.changed else None,
+        )
+
+
+def order_by_contract(passes: Sequence[GraphPass], enabled: set[str]) -> tuple[GraphPass, ...]:
+    """The enabled passes, each after those that provide what it requires; otherwise in the order given."""
+    chosen = [p for p in passes if p.name in enabled]
+    for p in chosen:
+        for other in chosen:
+            if other is not p and (clash := p.conflicts & (other.provides | {other.name})):
+                raise GlueContractError(
+                    f"passes '{p.name}' and '{other.name}' exclude each other ({', '.join(sorted(clash))}); "
+                    f"switch one off: options={{'passes': {{'{other.name}': False}}}}"
+                )
+        for fact in sorted(p.requires):
+            if not any(fact in other.provides for other in chosen if other is not p):
+                providers = [other.name for other in passes if fact in other.provides]
+                hint = f"'{providers[0]}' provides it and is off" if providers else "no pass provides it"
+                raise GlueContractError(f"pass '{p.name}' requires '{fact}': {hint}")
+    ordered: list[GraphPass] = []
+    waiting = list(chosen)
+    while waiting:
+        # Every provider of a fact that is still waiting goes first.
+        ready = next(
+            (p for p in waiting if not any(p.requires & other.provides for other in waiting if other is not p)), None
+        )
+        if ready is None:
+            raise GlueContractError(f"passes {', '.join(p.name for p in waiting)} require each other in a circle")
+        waiting.remove(ready)
+        ordered.append(ready)
+    return tuple(ordered)
+
+
+def pass_uuid(graph_pass: GraphPass) -> bytes:
+    """Hash of the pass's source files and of torch's version."""
+    own = Path(inspect.getfile(type(graph_pass)))
+    return compat.hash_of_files([str(own), *(str(own.parent / name) for name in graph_pass.uuid_files)])
+
+
+def _save(gm: fx.GraphModule) -> list[tuple[fx.GraphModule, fx.Graph]]:
+    return [(module, _copy_graph(module.graph)) for module in bodies.graph_modules(gm)]
+
+
+def _copy_graph(graph: fx.Graph) -> fx.Graph:
+    """A copy whose nodes have metadata dictionaries of their own, with the same values in them."""
+    copied = fx.Graph(tracer_cls=graph._tracer_cls)
+    mapping: dict[fx.Node, fx.Node] = {}
+    output = copied.graph_copy(graph, mapping)
+    old_output = graph.output_node()
+    copied.output(output, old_output.type).meta = copy.copy(old_output.meta)
+    copied._codegen = copy.copy(graph._codegen)
+    return copied
+
+
+def _restore(gm: fx.GraphModule, saved: list[tuple[fx.GraphModule, fx.Graph]]) -> None:
+    for module, graph in saved:
+        module.graph = graph
+        module.recompile()

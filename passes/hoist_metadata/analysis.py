@@ -1,0 +1,287 @@
+"""Which values are computed more than once, or inside a checkpoint body without need, and may be computed once."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from glue_compiler.fx.effects import Effects, Kind
+from glue_compiler.fx.value_numbering import Number, Numbering, Occurrence, Scope
+from glue_compiler.fx.values import (
+    is_plain,
+    most_bytes,
+    requires_grad,
+    source_line,
+    storages_of,
+    tensors_in,
+    unbacked_in,
+    value_of,
+)
+from glue_compiler.graph_pass import Skip
+
+
+@dataclass(frozen=True)
+class Merge:
+    """``duplicates`` compute what ``keep`` has computed: an earlier node of the graph, or one that is lifted into it."""
+
+    keep: fx.Node
+    duplicates: tuple[fx.Node, ...]
+
+
+@dataclass(frozen=True)
+class Lift:
+    """Compute the value of ``number`` before the call that ``first`` is inside of.
+
+    ``existing`` is the caller's own, earlier computation of it, if it has one. ``arguments`` gives for each operand of
+    ``first`` the caller's node, or None where the operand is itself lifted. ``in_bodies`` are the computations that are
+    replaced by an operand (empty for a value that is only needed to compute other lifted ones).
+    """
+
+    number: Number
+    first: Occurrence
+    existing: fx.Node | None
+    arguments: dict[fx.Node, fx.Node | None]
+    in_bodies: tuple[Occurrence, ...]
+
+
+@dataclass
+class Plan:
+    """What to rewrite in one graph (``scope``) and in the bodies called from it."""
+
+    scope: Scope
+    lifts: list[Lift] = field(default_factory=list)
+    merges: list[Merge] = field(default_factory=list)
+    equal_symbols: dict[Any, Any] = field(default_factory=dict)
+    skips: list[Skip] = field(default_factory=list)
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.lifts or self.merges)
+
+
+def plan_hoisting(numbering: Numbering, scope: Scope, byte_limit: int, shape_env: Any) -> Plan:
+    """Plan for ``scope`` and its direct children. Reads only.
+
+    Args:
+        byte_limit: the most bytes of a tensor that may be kept alive as an operand, unless it saves a host sync.
+        shape_env: for the sizes of tensors with symbolic shapes; None when the graph has none.
+    """
+    return _Planner(numbering, scope, byte_limit, shape_env).run()
+
+
+class _Planner:
+    def __init__(self, numbering: Numbering, scope: Scope, byte_limit: int, shape_env: Any) -> None:
+        self.numbering = numbering
+        self.scope = scope
+        self.byte_limit = byte_limit
+        self.shape_env = shape_env
+        self.plan = Plan(scope)
+        self.outer: dict[Number, list[Occurrence]] = {}
+        self.inner: dict[Number, list[Occurrence]] = {}
+        for number, occurrences in numbering.occurrences.items():
+            if outer := [o for o in occurrences if o.scope is scope]:
+                self.outer[number] = outer
+            # A placeholder is no computation.
+            if inner := [o for o in occurrences if o.scope.parent is scope and o.node.op != "placeholder"]:
+                self.inner[number] = inner
+        self.liftable: dict[Number, bool] = {}
+        self.replaced: dict[Number, bool] = {}
+        self.lifted: set[Number] = set()
+        self.new_nodes: dict[Number, fx.Node] = {}
+        self.skips_of_size: dict[Number, Skip] = {}
+
+    def run(self) -> Plan:
+        in_order = sorted(self.inner, key=lambda number: self.inner[number][0].time)
+        self._choose_lifts(in_order)
+        for number in in_order:
+            if number in self.lifted:
+                self._add_lift(number)
+        for number, occurrences in self.outer.items():
+            self._add_merge(number, occurrences)
+        self._add_symbols()
+        self._report_separated()
+        return self.plan
+
+    def _choose_lifts(self, in_order: list[Number]) -> None:
+        forbidden: set[Number] = set()
+        while True:
+            self.lifted.clear()
+            self.skips_of_size.clear()
+            for number in in_order:
+                self.liftable[number] = number not in forbidden and self._may_lift(number)
+            for number in reversed(in_order):
+                self._decide(number)
+            # A value that only one body computes, and goes on using, would be computed twice for one lifted user.
+            twice = {n for n in self.lifted if not self.replaced[n] and not self._is_cheap(n) and self._places(n) < 2}
+            if not twice:
+                self.plan.skips.extend(self.skips_of_size.values())
+                return
+            forbidden |= twice
+
+    # -- may it be merged or moved at all
+
+    def _hazard(self, occurrence: Occurrence) -> str | None:
+        """Why this computation must stay as it is, or None."""
+        node = occurrence.node
+        kind = self.numbering.effects.get(node, Effects(Kind.NOTHING)).kind
+        if node.op not in ("call_function", "call_method") or kind not in (Kind.PURE, Kind.ASSERT):
+            return "not a pure operator"
+        value = value_of(node)
+        if requires_grad(value):
+            return "it needs a gradient, and one sum of gradients in place of several is not bitwise the same"
+        if not all(is_plain(tensor) for tensor in tensors_in(value)):
+            return "a tensor subclass"
+        if storages_of(value) & self.numbering.written:
+            return "its memory is written"
+        # Views of an input stay views of it; what the graph itself made must not be returned twice.
+        if self._own_storages(node) & self.numbering.returned:
+            return "the graph returns its memory, and two outputs must not share any"
+        return None
+
+    def _own_storages(self, node: fx.Node) -> set[int]:
+        """Memory that the node allocates; an item of a tuple counts as the operator that made the tuple."""
+        producer = _producer(node)
+        return storages_of(value_of(node)) - storages_of([value_of(arg) for arg in producer.all_input_nodes])
+
+    def _may_lift(self, number: Number) -> bool:
+        first = self.inner[number][0]
+        if any(self._hazard(occurrence) for occurrence in self.inner[number]):
+            return False
+        if first.last_write > first.scope.called_at or first.mode != first.scope.mode:
+            return False
+        # Outside, autograd may be on where it was off inside.
+        reads_grad = any(requires_grad(value_of(arg)) for arg in first.node.all_input_nodes)
+        floats = any(t.is_floating_point() or t.is_complex() for t in tensors_in(value_of(first.node)))
+        if reads_grad and floats:
+            return False
+        return all(self._is_available(arg, first) for arg in first.node.all_input_nodes)
+
+    def _is_available(self, arg: fx.Node, user: Occurrence) -> bool:
+        return self.liftable.get(self.numbering.numbers[arg], False) or self._caller_node(arg, user) is not None
+
+    def _caller_node(self, inner: fx.Node, user: Occurrence) -> fx.Node | None:
+        """The caller's node with the value of ``inner``, if it comes before the call that ``user`` is inside of."""
+        for outer in self.outer.get(self.numbering.numbers[inner], ()):
+            same_memory = storages_of(value_of(outer.node)) == storages_of(value_of(inner))
+            if outer.time < user.scope.called_at and (same_memory or not self._hazard(outer)):
+                return outer.node
+        return None
+
+    # -- does it pay
+
+    def _decide(self, number: Number) -> None:
+        """Called in reverse order of execution: all users have been decided."""
+        self.replaced[number] = False
+        if not self.liftable[number]:
+            return
+        occurrences = self.inner[number]
+        users = [user for o in occurrences for user in o.node.users]
+        moved_users = [user for user in users if self.numbering.numbers.get(user) in self.lifted]
+        if self._kind(number) is Kind.ASSERT:
+            # It moves with the value that it checks, so that the recomputation in backward does not check again.
+            self.replaced[number] = self._saves_sync(number)
+        elif len(moved_users) == len(users):
+            self.replaced[number] = bool(users)
+        else:
+            self.replaced[number] = self._pays(number)
+        if self.replaced[number] or moved_users:
+            self.lifted.add(number)
+
+    def _kind(self, number: Number) -> Kind:
+        return self.numbering.effects[self.inner[number][0].node].kind
+
+    def _saves_sync(self, number: Number) -> bool:
+        """Is it read back from the device, or a host number that comes from such a value, or a check of one?"""
+        node = _producer(self.inner[number][0].node)
+        if self.numbering.effects[node].syncs:
+            return True
+        if self._kind(number) is Kind.ASSERT:
+            return any(unbacked_in(value_of(arg)) for arg in node.all_input_nodes)
+        return not tensors_in(value_of(node)) and bool(unbacked_in(value_of(node)))
+
+    def _is_cheap(self, number: Number) -> bool:
+        """Costs nothing to compute again: a view, a size, an item of a tuple."""
+        node = self.inner[number][0].node
+        return not isinstance(value_of(node), torch.Tensor) or not self._own_storages(node)
+
+    def _places(self, number: Number) -> int:
+        """In how many graphs the value is computed: the caller's, and the bodies."""
+        return len({o.scope for o in self.inner[number]}) + (number in self.outer)
+
+    def _pays(self, number: Number) -> bool:
+        node = self.inner[number][0].node
+        value = value_of(node)
+        if isinstance(value, tuple | list):  # no operand; its items are
+            return False
+        if self._saves_sync(number):
+            return True
+        if self._is_cheap(number) or self._places(number) < 2:
+            return False
+        size = most_bytes(value, self.shape_env)
+        if size is None or size > self.byte_limit:
+            shown = "an unknown number of bytes" if size is None else f"{size} bytes"
+            reason = (
+                f"equal in {self._places(number)} graphs, but keeping it takes {shown}, more than "
+                f"hoist_limit={self.byte_limit}; a larger limit would move it out of the checkpoint bodies"
+            )
+            self.skips_of_size[number] = Skip(reason, node.name, source_line(node))
+            return False
+        return True
+
+    # -- the plan
+
+    def _add_lift(self, number: Number) -> None:
+        occurrences = self.inner[number]
+        first = occurrences[0]
+        existing = self._caller_node(first.node, first)
+        arguments = {arg: self._caller_node(arg, first) for arg in first.node.all_input_nodes}
+        replaced = tuple(occurrences) if self.replaced[number] else ()
+        self.plan.lifts.append(Lift(number, first, existing, arguments, replaced))
+        if existing is None:
+            self.new_nodes[number] = first.node
+
+    def _add_merge(self, number: Number, occurrences: list[Occurrence]) -> None:
+        computed = [o for o in occurrences if o.node.op.startswith("call_")]
+        lifted_earlier = self.new_nodes.get(number)
+        if len(computed) + (lifted_earlier is not None) < 2:
+            return
+        hazards = {o: self._hazard(o) for o in computed}
+        safe = [o.node for o in computed if not hazards[o]]
+        for occurrence in computed[1:]:
+            reason = hazards[occurrence]
+            if reason and reason != "not a pure operator":
+                self._skip(occurrence.node, f"equal to '{computed[0].node.name}' and computed again: {reason}")
+        if lifted_earlier is not None and safe:
+            self.plan.merges.append(Merge(lifted_earlier, tuple(safe)))
+        elif len(safe) > 1:
+            self.plan.merges.append(Merge(safe[0], tuple(safe[1:])))
+
+    def _add_symbols(self) -> None:
+        """Symbols of the nodes that go away, unless torch had given both the same one."""
+        gone = [node for merge in self.plan.merges for node in merge.duplicates]
+        gone += [o.node for lift in self.plan.lifts for o in lift.in_bodies]
+        for node in gone:
+            for symbol in unbacked_in(value_of(node)):
+                if symbol in self.numbering.equal_symbols:
+                    self.plan.equal_symbols[symbol] = self.numbering.equal_symbols[symbol]
+
+    def _report_separated(self) -> None:
+        in_view = {self.scope, *self.scope.children}
+        where = {o.node: o.scope for occurrences in self.numbering.occurrences.values() for o in occurrences}
+        for node, earlier, reason in self.numbering.separated:
+            if where.get(node) in in_view and where.get(earlier) in in_view and not requires_grad(value_of(node)):
+                self._skip(node, f"the same call as '{earlier.name}', but {reason}")
+
+    def _skip(self, node: fx.Node, reason: str) -> None:
+        self.plan.skips.append(Skip(reason, node.name, source_line(node)))
+
+
+def _producer(node: fx.Node) -> fx.Node:
+    """The operator behind an item of a tuple."""
+    while node.target is operator.getitem and isinstance(value_of(node.args[0]), tuple | list):  # type: ignore[arg-type]
+        node = node.args[0]  # type: ignore[assignment]
+    return node
