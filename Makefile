@@ -4,9 +4,13 @@ PYTHON ?= python3
 # Empty: torch from the default index, which on Linux brings CUDA libraries. The CPU build alone, some GB smaller:
 #   make demo TORCH_INDEX="--index-url https://download.pytorch.org/whl/cpu"
 TORCH_INDEX ?=
+WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
+
+# Threads that spin while they wait take the core away from what they wait for, where cores are few or shared.
+export OMP_WAIT_POLICY ?= passive
 
 .PHONY: demo test lint types clean
 
@@ -29,11 +33,12 @@ lint: $(VENV)/.installed
 # mypy cannot follow the mapping of passes/ to glue_compiler.passes, so it reads a copy laid out as installed.
 types: $(VENV)/.installed
 	rm -rf .types && mkdir .types
-	cp -R glue_compiler .types/ && cp -R passes .types/glue_compiler/passes
-	cd .types && ../$(BIN)/mypy --config-file ../pyproject.toml --cache-dir ../.mypy_cache -p glue_compiler
+	cp -R glue_compiler demo .types/ && cp -R passes .types/glue_compiler/passes
+	cd .types && ../$(BIN)/mypy --config-file ../pyproject.toml --cache-dir ../.mypy_cache -p glue_compiler -p demo
 
+# Tests spend their time in Python, tracing graphs, on one core each: two workers, and one torch thread in each.
 test: lint types
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 clean:
 	rm -rf $(VENV) .types build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

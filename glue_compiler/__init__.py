@@ -3,4 +3,17 @@
 ``torch.compile(model, backend="glue")`` needs no import of this package.
 """
 
+from glue_compiler.errors import GlueContractError, GlueError, GlueInvariantError, GlueOptionError, GlueWarning
+from glue_compiler.report.explain import Explanation, explain
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "Explanation",
+    "GlueContractError",
+    "GlueError",
+    "GlueInvariantError",
+    "GlueOptionError",
+    "GlueWarning",
+    "explain",
+]

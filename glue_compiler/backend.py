@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import CodeType
 from typing import Any
+from weakref import WeakSet
 
 from torch import fx
 
@@ -31,6 +33,8 @@ class GlueBackend:
     def __init__(self, hand_off: HandOff = hand_off, session: Session | None = None) -> None:
         self._hand_off = hand_off
         self._session = session
+        self.frames: WeakSet[CodeType] = WeakSet()
+        """The code objects that were compiled with this backend."""
 
     def __call__(
         self,
@@ -42,9 +46,9 @@ class GlueBackend:
         **_: Any,  # 2.15 passes name=
     ) -> Callable[..., Any]:
         compat.warn_if_untested()
-        glue_options = self.options_for({"mode": mode, "options": options})
+        glue_options = self._options_for({"mode": mode, "options": options})
         pipeline = Pipeline(registry.all_passes(), glue_options)
-        session = self.session_of(glue_options)
+        session = self._session_for(glue_options)
         report = GraphReport.of_captured(gm)
         report.passes += pipeline.run(gm, Stage.CAPTURED, session.snapshot if session else None)
         report.nodes_after = bodies.count_nodes(gm)
@@ -53,20 +57,22 @@ class GlueBackend:
             session.add_graph(report, gm)
         return self._hand_off(gm, example_inputs, glue_options, pipeline.uuid())
 
-    def options_for(self, stored: Mapping[str, Any]) -> GlueOptions:
-        """The options of one ``torch.compile`` call. Raises GlueOptionError."""
+    def begin_frame(self, stored: Mapping[str, Any], code: CodeType) -> None:
+        self._options_for(stored)  # a wrong option is an error before anything is traced
+        self.frames.add(code)
+
+    def record_capture(self, stored: Mapping[str, Any], event: capture.CaptureEvent) -> None:
+        session = self._session_for(self._options_for(stored))
+        if session:
+            session.add_capture_event(event)
+
+    def _options_for(self, stored: Mapping[str, Any]) -> GlueOptions:
         return parse_options(stored.get("options"), stored.get("mode"), registry.pass_names())
 
-    def session_of(self, options: GlueOptions) -> Session | None:
+    def _session_for(self, options: GlueOptions) -> Session | None:
         return self._session or (session_for(options.dump) if options.dump else None)
 
 
-def _on_capture_event(backend: GlueBackend, stored: Mapping[str, Any], event: capture.CaptureEvent) -> None:
-    session = backend.session_of(backend.options_for(stored))
-    if session:
-        session.add_capture_event(event)
-
-
-capture.install(lambda backend: isinstance(backend, GlueBackend), _on_capture_event)
+capture.install(GlueBackend)
 
 glue = GlueBackend()

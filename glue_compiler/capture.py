@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from types import CodeType
+from typing import Any, Protocol
 
 from glue_compiler import compat
 
@@ -35,7 +36,7 @@ def convert_frame(convert: Callable[[], Any], record: Callable[[CaptureEvent], N
     if compat.dynamo_flags(tuple(FLAGS)) == FLAGS:
         return _convert(convert, record)
     try:
-        with compat.patch_dynamo(**FLAGS):
+        with compat.patch_dynamo(FLAGS):
             return convert()
     except Exception as error:
         if not _may_be_the_flags(error):
@@ -63,7 +64,7 @@ def _raise(error: Exception, record: Callable[[CaptureEvent], None]) -> Any:
 
 
 def _may_be_the_flags(error: Exception) -> bool:
-    """Graph breaks that Dynamo cannot resume from happen with and without the flags, unless a value is data-dependent."""
+    """Dynamo leaves many frames to eager anyway; because of a data-dependent value, only with the flags."""
     if compat.glue_error_in(error) is not None or compat.is_recompile_limit(error):
         return False
     return not compat.is_soft_failure(error) or compat.is_data_dependent_failure(error)
@@ -74,11 +75,21 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"
 
 
-def install(is_ours: Callable[[Any], bool], on_event: Callable[[Any, Mapping[str, Any], CaptureEvent], None]) -> None:
-    """Make Dynamo convert the frames of glue's compiles through :func:`convert_frame`."""
+class FrameOwner(Protocol):
+    """A backend, as this module sees it."""
 
-    def hook(backend: Any, stored: Mapping[str, Any], convert: Callable[[], Any]) -> Any:
-        backend.options_for(stored)  # a wrong option is an error before anything is traced
-        return convert_frame(convert, lambda event: on_event(backend, stored, event))
+    def begin_frame(self, stored: Mapping[str, Any], code: CodeType) -> None:
+        """Called before a frame is converted; raises GlueOptionError for wrong options."""
+        ...
 
-    compat.install_frame_hook(is_ours, hook)
+    def record_capture(self, stored: Mapping[str, Any], event: CaptureEvent) -> None: ...
+
+
+def install(backend_class: type[FrameOwner]) -> None:
+    """Make Dynamo convert the frames of ``backend_class``'s compiles through :func:`convert_frame`."""
+
+    def hook(backend: FrameOwner, stored: Mapping[str, Any], code: CodeType, convert: Callable[[], Any]) -> Any:
+        backend.begin_frame(stored, code)
+        return convert_frame(convert, lambda event: backend.record_capture(stored, event))
+
+    compat.install_frame_hook(lambda backend: isinstance(backend, backend_class), hook)

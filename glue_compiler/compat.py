@@ -11,10 +11,11 @@ import functools
 import hashlib
 import logging
 import pathlib
+import types
 import typing
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -79,17 +80,29 @@ def checked_inductor_option(name: str, value: Any) -> Any:
 # --- Dynamo: one call for each frame that is compiled ----------------------------------------------------------------
 
 
-def patch_dynamo(**flags: bool) -> contextlib.AbstractContextManager[None]:
-    """Set Dynamo's config flags for a while, in this thread."""
-    return torch._dynamo.config.patch(**flags)  # type: ignore[no-any-return]
+def patch_dynamo(flags: Mapping[str, Any]) -> contextlib.AbstractContextManager[None]:
+    """Set Dynamo's config flags for a while."""
+    return torch._dynamo.config.patch(dict(flags))
 
 
 def dynamo_flags(names: Sequence[str]) -> dict[str, bool]:
     return {name: getattr(torch._dynamo.config, name) for name in names}
 
 
-FrameHook = Callable[[Any, Mapping[str, Any], Callable[[], Any]], Any]
-"""Called with (the backend's compiler function, the keyword arguments that torch.compile stored for it, convert)."""
+def is_compiled(model: Any) -> bool:
+    return isinstance(model, torch._dynamo.OptimizedModule) or hasattr(model, "_torchdynamo_orig_callable")
+
+
+def forget_compiled(codes: Iterable[types.CodeType]) -> None:
+    """Drop what Dynamo compiled for these code objects."""
+    from torch._dynamo.eval_frame import reset_code
+
+    for code in codes:
+        reset_code(code)
+
+
+FrameHook = Callable[[Any, Mapping[str, Any], types.CodeType, Callable[[], Any]], Any]
+"""Called with: compiler function, keyword arguments that torch.compile stored for it, the frame's code, convert."""
 
 
 def install_frame_hook(is_ours: Callable[[Any], bool], hook: FrameHook) -> None:
@@ -106,11 +119,11 @@ def install_frame_hook(is_ours: Callable[[Any], bool], hook: FrameHook) -> None:
         return
 
     @functools.wraps(original)
-    def convert_frame(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def convert_frame(self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
         compiler_fn, stored = _innermost_backend(self._torchdynamo_orig_backend)
         if not is_ours(compiler_fn):
-            return original(self, *args, **kwargs)
-        return hook(compiler_fn, stored, lambda: original(self, *args, **kwargs))
+            return original(self, frame, *args, **kwargs)
+        return hook(compiler_fn, stored, frame.f_code, lambda: original(self, frame, *args, **kwargs))
 
     convert_frame.glue_hook = hook  # type: ignore[attr-defined]
     ConvertFrameAssert.__call__ = convert_frame  # type: ignore[method-assign]
@@ -120,9 +133,9 @@ def _innermost_backend(backend: Any) -> tuple[Any, Mapping[str, Any]]:
     """Look through what Dynamo, ``torch.compile`` and DDP wrap around a backend."""
     stored: Mapping[str, Any] = {}
     while True:
-        owner = getattr(backend, "__self__", None)
-        if hasattr(owner, "backend_compile_fn"):  # DDPOptimizer.compile_fn
-            backend = owner.backend_compile_fn
+        behind_ddp = getattr(getattr(backend, "__self__", None), "backend_compile_fn", None)
+        if behind_ddp is not None:  # DDPOptimizer.compile_fn
+            backend = behind_ddp
         elif hasattr(backend, "_torchdynamo_orig_backend"):  # WrapBackendDebug
             backend = backend._torchdynamo_orig_backend
         elif type(backend).__name__ == "_TorchCompileWrapper":
@@ -179,7 +192,7 @@ def fake_mode_of(tensors: Sequence[torch.Tensor]) -> Any | None:
     Not ``torch._guards.detect_fake_mode``: while a backend runs, that is another mode than the one which Dynamo
     traced with, whose tensors are on the nodes. Both have the same ShapeEnv.
     """
-    return next((tensor.fake_mode for tensor in tensors if isinstance(tensor, fake_tensor_type())), None)
+    return next((tensor.fake_mode for tensor in tensors if isinstance(tensor, fake_tensor_type())), None)  # type: ignore[attr-defined]
 
 
 def is_unbacked(symbol: Any) -> bool:
@@ -238,10 +251,9 @@ def upper_bound(expression: Any, shape_env: Any) -> int | None:
         return None
     value = shape_env.replace(expression)
     if is_unbacked(value):
-        value = shape_env.bound_sympy(value).upper
-    else:
-        value = value.xreplace(shape_env.backed_var_to_val)
-    return int(value) if value.is_Integer else None
+        bound = shape_env.bound_sympy(value).upper
+        return int(bound) if bound.is_Integer else None
+    return int(value.xreplace(shape_env.backed_var_to_val))
 
 
 @functools.cache
@@ -249,6 +261,10 @@ def fake_tensor_type() -> type:
     from torch._subclasses.fake_tensor import FakeTensor
 
     return FakeTensor
+
+
+def is_functorch_wrapped(tensor: torch.Tensor) -> bool:
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def is_real(tensor: torch.Tensor) -> bool:
@@ -275,6 +291,12 @@ def trace_artifact(name: str, payload: Callable[[], str], encoding: str = "strin
     )
 
 
+def copy_node_attributes(node: fx.Node, copied: fx.Node) -> None:
+    """What Dynamo keeps on a node outside of ``meta``, which ``Graph.node_copy`` leaves behind."""
+    if hasattr(node, "_dynamo_source"):  # AOTAutograd asks every placeholder for it
+        copied._dynamo_source = node._dynamo_source
+
+
 def graph_break_of(gm: fx.GraphModule) -> tuple[str, Any] | None:
     """(reason, user stack) if Dynamo ended this graph at a graph break."""
     reason = getattr(gm, "compile_subgraph_reason", None)
@@ -296,13 +318,14 @@ def compile_with_inductor(
 ) -> Callable[..., Any]:
     from torch._inductor.compile_fx import compile_fx
 
-    return compile_fx(gm, inputs, config_patches=dict(config_patches))  # type: ignore[no-any-return, arg-type]
+    compiled: Any = compile_fx(gm, inputs, config_patches=dict(config_patches))
+    return cast(Callable[..., Any], compiled)
 
 
 def compile_with_aot_eager(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     from torch._dynamo.backends.debugging import aot_eager
 
-    return aot_eager(gm, inputs)  # type: ignore[no-any-return]
+    return aot_eager(gm, list(inputs))
 
 
 def cache_key_patch(uuid: bytes, options: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -346,9 +369,9 @@ class CacheKeyPass(torch._inductor.custom_graph_pass.CustomGraphPass):
         return None if inner_uuid is None else (self.key, inner_uuid)
 
 
-def hash_of_files(paths: Sequence[str]) -> bytes:
+def hash_of_files(paths: Iterable[pathlib.Path]) -> bytes:
     """Hash of the files' contents and of torch's version."""
     digest = hashlib.sha256(torch.__version__.encode())
-    for path in paths:
-        digest.update(pathlib.Path(path).read_bytes())
+    for path in sorted(paths):
+        digest.update(path.read_bytes())
     return digest.digest()

@@ -71,8 +71,7 @@ class GraphPass(Protocol):
 
     A pass is on by default when ``default`` is true; ``options={"passes": {name: bool}}`` and ``GLUE_DISABLE``
     overrule it. ``requires``, ``provides`` and ``conflicts`` name facts about the graph (contracts), which
-    order the passes and are checked before any of them runs. ``uuid_files`` are the source files, beside the pass's
-    own module, whose change must miss torch's compile caches.
+    order the passes and are checked before any of them runs.
     """
 
     name: ClassVar[str]
@@ -82,7 +81,6 @@ class GraphPass(Protocol):
     requires: ClassVar[frozenset[str]]
     provides: ClassVar[frozenset[str]]
     conflicts: ClassVar[frozenset[str]]
-    uuid_files: ClassVar[tuple[str, ...]]
 
     def run(self, graph: fx.GraphModule, context: PassContext) -> PassResult:
         """Rewrite ``graph`` in place. May raise: the pipeline then restores the graph."""

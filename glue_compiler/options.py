@@ -86,7 +86,11 @@ def parse_bytes(value: int | str) -> int:
     """``"64MiB"``, ``"1.5 GB"`` or an int → bytes."""
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", value, re.IGNORECASE) if isinstance(value, str) else None
+    match = (
+        re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", value, re.IGNORECASE)
+        if isinstance(value, str)
+        else None
+    )
     if not match:
         raise GlueOptionError(f"{value!r} is not a number of bytes; write an int, or a string such as '64MiB'")
     number, prefix, binary = match.groups()
@@ -139,12 +143,16 @@ def _from_environment(environment: Mapping[str, str], pass_names: Collection[str
         key = _ENVIRONMENT.get(variable)
         if key is None:
             # Another program may own the name, so this cannot be an error.
-            warnings.warn(unknown_name("variable", variable, _ENVIRONMENT, list_as="Variables"), GlueWarning, stacklevel=2)
+            warnings.warn(
+                unknown_name("variable", variable, _ENVIRONMENT, list_as="Variables"), GlueWarning, stacklevel=2
+            )
         elif key == "passes":
             names = [name for name in re.split(r"[,\s]+", text) if name]
             values[key] = _passes(dict.fromkeys(names, False), pass_names)
         elif key == "strict":
-            values[key] = _strict({"1": True, "true": True, "0": False, "": False, "false": False}.get(text.lower(), text), ())
+            values[key] = _strict(
+                {"1": True, "true": True, "0": False, "": False, "false": False}.get(text.lower(), text), ()
+            )
         else:
             values[key] = _CONVERT[key](text, pass_names)
     return values

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import inspect
 import logging
@@ -136,9 +137,15 @@ def order_by_contract(passes: Sequence[GraphPass], enabled: set[str]) -> tuple[G
 
 
 def pass_uuid(graph_pass: GraphPass) -> bytes:
-    """Hash of the pass's source files and of torch's version."""
+    """Hash of the sources that decide what a pass does: its own, glue's, and torch's version."""
     own = Path(inspect.getfile(type(graph_pass)))
-    return compat.hash_of_files([str(own), *(str(own.parent / name) for name in graph_pass.uuid_files)])
+    return compat.hash_of_files([*_toolkit_sources(), *(own.parent.glob("*.py") if own.stem == "__init__" else [own])])
+
+
+@functools.cache
+def _toolkit_sources() -> tuple[Path, ...]:
+    folder = Path(__file__).parent
+    return tuple(sorted([*folder.glob("*.py"), *(folder / "fx").glob("*.py")]))
 
 
 def _save(gm: fx.GraphModule) -> list[tuple[fx.GraphModule, fx.Graph]]:
@@ -153,6 +160,8 @@ def _copy_graph(graph: fx.Graph) -> fx.Graph:
     old_output = graph.output_node()
     copied.output(output, old_output.type).meta = copy.copy(old_output.meta)
     copied._codegen = copy.copy(graph._codegen)
+    for node, copy_of_node in mapping.items():
+        compat.copy_node_attributes(node, copy_of_node)
     return copied
 
 

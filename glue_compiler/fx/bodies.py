@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-# Operators that run their body exactly once, at the call, on their operands in order: name → index of the first operand.
+# Operators that run their body once, at the call, on their operands in order; with the index of the first operand.
 _RUN_ONCE = {
     "tag_activation_checkpoint": 1,
     "wrap_activation_checkpoint": 1,

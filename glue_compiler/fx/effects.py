@@ -122,7 +122,7 @@ class EffectAnalysis:
         operands = [value_of(arg) for arg in node.all_input_nodes]
         if self._is_scalar_function(node, operands):
             return Effects(Kind.PURE)
-        if not _may_run(node):
+        if not self._may_run(node):
             return Effects(Kind.BARRIER)
         tensors = tensors_in(operands)
         outcome = self._outcome(node)
@@ -139,7 +139,7 @@ class EffectAnalysis:
 
     def result_of(self, node: fx.Node) -> Any | None:
         """What the node's operator gives for the metadata of its operands; None if it is not safe to ask."""
-        if not node.op.startswith("call_") or bodies.is_higher_order(node) or not _may_run(node):
+        if not node.op.startswith("call_") or bodies.is_higher_order(node) or not self._may_run(node):
             return None
         if self._is_scalar_function(node, [value_of(arg) for arg in node.all_input_nodes]):
             return None
@@ -179,6 +179,25 @@ class EffectAnalysis:
                 writes |= effects.writes
                 syncs, random = syncs or effects.syncs, random or effects.random
         return Effects(Kind.OPAQUE, frozenset(writes), syncs, random)
+
+    @staticmethod
+    def _may_run(node: fx.Node) -> bool:
+        """Run only what is torch's or Python's own: a user's function might do anything."""
+        if any(not has_value(arg) for arg in node.all_input_nodes):
+            return False
+        values = [value_of(item) for item in (node, *node.all_input_nodes)]
+        if any(compat.is_functorch_wrapped(tensor) for tensor in tensors_in(values)):
+            return False  # between vmap and grad levels an operator does not mean what it says
+        if isinstance(node.target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+            return True
+        module = getattr(node.target, "__module__", None) or ""
+        if module == operator.add.__module__:  # setitem has no recorded value
+            return True
+        # A function of torch's that gives nothing switches something.
+        if not has_value(node) or "_functorch" in module:
+            return False
+        # torch.add and its like are builtins without a module.
+        return node.op == "call_method" or not module or module in _SCALAR_MODULES or f"{module}.".startswith("torch.")
 
     def _run(self, node: fx.Node, tensors: list[torch.Tensor]) -> _Outcome:
         # Detached aliases: in-place changes of shape must not reach the recorded fake tensors.
@@ -251,23 +270,6 @@ def _made_inside(body: fx.GraphModule) -> set[StorageKey]:
 
 def _is_in_place_name(name: str) -> bool:
     return name.endswith("_") and not name.endswith("__")
-
-
-def _may_run(node: fx.Node) -> bool:
-    """Run only what is torch's or Python's own: a user's function might do anything."""
-    if any(not has_value(arg) for arg in node.all_input_nodes):
-        return False
-    if isinstance(node.target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
-        return True
-    module = getattr(node.target, "__module__", None) or ""
-    if module == operator.add.__module__:  # setitem has no recorded value
-        return True
-    # A function of torch's that gives nothing switches something. Between vmap and grad levels (functorch), an
-    # operator does not mean what it says.
-    if not has_value(node) or "_functorch" in module:
-        return False
-    # torch.add and its like are builtins without a module.
-    return node.op == "call_method" or not module or module in _SCALAR_MODULES or f"{module}.".startswith("torch.")
 
 
 def _map_tensors(value: Any, convert: Any) -> Any:

@@ -9,7 +9,7 @@ from torch import fx
 
 from glue_compiler.errors import GlueInvariantError
 from glue_compiler.fx import bodies
-from glue_compiler.fx.effects import EffectAnalysis
+from glue_compiler.fx.effects import EffectAnalysis, Kind
 from glue_compiler.fx.values import Symbolic, expression, leaves, unbacked_in, value_of
 
 
@@ -25,7 +25,7 @@ def check_graph(gm: fx.GraphModule, effects: EffectAnalysis) -> None:
     """
     for module in bodies.graph_modules(gm):
         module.graph.lint()
-        for problem in (*_structure(module), *_unbound_symbols(module), *_metadata(module, effects)):
+        for problem in (*_structure(module), *_unbound_symbols(module, effects), *_metadata(module, effects)):
             raise GlueInvariantError(problem)
 
 
@@ -39,14 +39,24 @@ def _structure(gm: fx.GraphModule) -> Iterator[str]:
             yield f"'{call.node.name}' passes {given} operands to a body that takes {taken}"
 
 
-def _unbound_symbols(gm: fx.GraphModule) -> Iterator[str]:
+def _unbound_symbols(gm: fx.GraphModule, effects: EffectAnalysis) -> Iterator[str]:
     bound: set[object] = set()
     for node in gm.graph.nodes:
-        value = value_of(node)
         used = {symbol for arg in node.all_input_nodes for symbol in unbacked_in(value_of(arg))}
+        made = set(unbacked_in(value_of(node)))
+        if not _may_bind(gm, node, effects):
+            used |= made
         if missing := used - bound:
             yield f"'{node.name}' uses the unbacked symbol {next(iter(missing))}, which nothing before it binds"
-        bound.update(unbacked_in(value))
+        bound |= made
+
+
+def _may_bind(gm: fx.GraphModule, node: fx.Node, effects: EffectAnalysis) -> bool:
+    """Arithmetic makes no symbols; inputs, operators that read data, and what we cannot see into may."""
+    if "unbacked_bindings" in node.meta or not node.op.startswith("call_"):
+        return True
+    found = effects.of(gm, node)
+    return found.syncs or found.kind is not Kind.PURE
 
 
 def _metadata(gm: fx.GraphModule, effects: EffectAnalysis) -> Iterator[str]:
@@ -57,7 +67,7 @@ def _metadata(gm: fx.GraphModule, effects: EffectAnalysis) -> Iterator[str]:
         recorded, computed = list(leaves(value_of(node))), list(leaves(again))
         if len(recorded) != len(computed):
             yield f"'{node.name}' has {len(recorded)} results on record and {len(computed)} when run again"
-        own = {s for s in unbacked_in(again)} - {s for arg in node.all_input_nodes for s in unbacked_in(value_of(arg))}
+        own = set(unbacked_in(again)) - {s for arg in node.all_input_nodes for s in unbacked_in(value_of(arg))}
         for old, new in zip(recorded, computed, strict=False):
             if problem := _difference(old, new, own):
                 yield f"'{node.name}' is on record as {_show(old)}, but its operands give {_show(new)} ({problem})"

@@ -25,6 +25,7 @@ from glue_compiler.fx.values import (
     StorageKey,
     Symbolic,
     expression,
+    is_plain,
     leaves,
     storages_of,
     unbacked_in,
@@ -211,9 +212,11 @@ class _Numberer:
             item = self._canonical(expression(item))
             return item.xreplace(names) if isinstance(item, sympy.Basic) else item
 
-        described = []
+        described: list[tuple[Any, ...]] = []
         for leaf in leaves(value):
-            if isinstance(leaf, torch.Tensor):
+            if isinstance(leaf, torch.Tensor) and not is_plain(leaf):
+                described.append((type(leaf), id(leaf)))
+            elif isinstance(leaf, torch.Tensor):
                 shape = (tuple(map(number, leaf.shape)), tuple(map(number, leaf.stride())))
                 described.append((leaf.dtype, leaf.device, shape, leaf.requires_grad))
             elif isinstance(leaf, Symbolic):
@@ -224,7 +227,9 @@ class _Numberer:
 
     def _describe(self, value: Any, with_memory: bool) -> Any:
         if isinstance(value, fx.Node):
-            versions = tuple(self.last_write.get(s, 0) for s in sorted(storages_of(value_of(value)))) if with_memory else ()
+            versions = (
+                tuple(self.last_write.get(s, 0) for s in sorted(storages_of(value_of(value)))) if with_memory else ()
+            )
             return ("value", self.out.numbers.get(value, value), versions)
         if isinstance(value, tuple | list):
             return (type(value).__name__, *(self._describe(item, with_memory) for item in value))
@@ -240,7 +245,9 @@ class _Numberer:
         earlier = self.by_call.setdefault(key, node)
         if earlier is node or effects.kind not in (Kind.PURE, Kind.OPAQUE) or effects.writes:
             return
-        reason = "it draws random numbers" if effects.random else "an operator that is not torch's own may differ each time"
+        reason = (
+            "it draws random numbers" if effects.random else "an operator that is not torch's own may differ each time"
+        )
         if effects.kind is Kind.PURE:
             reason = "memory that both read is written between them, or the mode differs"
         self.out.separated.append((node, earlier, reason))

@@ -43,8 +43,9 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """A dense fake tensor, whose storage tells what it aliases (a wrapper subclass's does not)."""
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter, compat.fake_tensor_type()) and tensor.layout is torch.strided
+    """A dense tensor whose storage tells what it aliases: no wrapper subclass, and none inside of vmap or grad."""
+    known = type(tensor) in (torch.Tensor, torch.nn.Parameter, compat.fake_tensor_type())
+    return known and tensor.layout is torch.strided and not compat.is_functorch_wrapped(tensor)
 
 
 def storage_of(tensor: torch.Tensor) -> StorageKey:
@@ -69,8 +70,9 @@ def expressions_of(value: Any) -> Iterator[Any]:
     """Every number in a value's metadata: sizes, strides and offsets of tensors, and symbols."""
     for leaf in leaves(value):
         if isinstance(leaf, torch.Tensor):
-            numbers = (*leaf.shape, *(leaf.stride() if leaf.layout is torch.strided else ()))
-            yield from (expression(number) for number in numbers)
+            if not compat.is_functorch_wrapped(leaf):
+                numbers = (*leaf.shape, *(leaf.stride() if leaf.layout is torch.strided else ()))
+                yield from (expression(number) for number in numbers)
         elif isinstance(leaf, Symbolic):
             yield expression(leaf)
 
@@ -87,7 +89,8 @@ def unbacked_in(value: Any) -> list[Any]:
 def most_bytes(tensor: torch.Tensor, shape_env: Any) -> int | None:
     """An upper bound of the bytes a tensor holds, from hints and value ranges; None when there is no bound."""
     total = tensor.element_size()
-    for size in tensor.shape:
+    sizes: tuple[Any, ...] = tuple(tensor.shape)
+    for size in sizes:
         bound = size if isinstance(size, int) else compat.upper_bound(expression(size), shape_env)
         if bound is None:
             return None

@@ -38,7 +38,7 @@ def random_tensor(shape, stride, dtype, device, requires_grad):
 
 '''
 
-_MAIN = '''
+_MAIN = """
 def make_inputs():
     return [
 {inputs}
@@ -51,7 +51,7 @@ if __name__ == "__main__":
     for i, output in enumerate(outputs if isinstance(outputs, (tuple, list)) else [outputs]):
         shown = tuple(output.shape) if isinstance(output, torch.Tensor) else output
         print(f"output {{i}}: {{shown}}")
-'''
+"""
 
 
 def render_graph(gm: fx.GraphModule, title: str) -> str:
@@ -91,8 +91,10 @@ def _render_class(gm: fx.GraphModule, modules: dict[int, str], imports: dict[str
 def _import(name: str, value: Any) -> str | None:
     if name in ("torch", "device", "inf", "nan"):
         return None
+    if value is type(None):
+        return "NoneType = type(None)"
     if isinstance(value, types.ModuleType):
-        return f"import {value.__name__} as {name}"
+        return f"import {value.__name__} as {name}" if name != value.__name__ else f"import {name}"
     module, qualified = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
     if module and qualified and "." not in qualified and "<" not in qualified:
         return f"from {module} import {qualified} as {name}"

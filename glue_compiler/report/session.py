@@ -84,7 +84,11 @@ def host_syncs_in(gm: fx.GraphModule) -> list[HostSync]:
     """The nodes of ``gm`` and its bodies that read a value back from the device."""
     analysis = EffectAnalysis.for_graph(gm)
     return [
-        HostSync(node.name, str(node.target if node.op == "call_method" else getattr(node.target, "__name__", node.target)), source_line(node))
+        HostSync(
+            node.name,
+            str(node.target if node.op == "call_method" else getattr(node.target, "__name__", node.target)),
+            source_line(node),
+        )
         for module in bodies.graph_modules(gm)
         for node in module.graph.nodes
         if not bodies.is_higher_order(node) and analysis.of(module, node).syncs

@@ -28,7 +28,6 @@ class HoistMetadata:
     requires: ClassVar[frozenset[str]] = frozenset()
     provides: ClassVar[frozenset[str]] = frozenset({"metadata_unique"})
     conflicts: ClassVar[frozenset[str]] = frozenset()
-    uuid_files: ClassVar[tuple[str, ...]] = ("analysis.py", "rewrite.py")
 
     def cache_options(self, options: Any) -> Any:
         return options.hoist_limit
@@ -51,4 +50,3 @@ class HoistMetadata:
             if depth and any(not plan.is_empty for plan in plans):
                 numbering = number_values(graph, context.effects)
         return PassResult(changed=bool(counts), counts=dict(counts), skips=tuple(skips))
-

@@ -26,7 +26,7 @@ from glue_compiler.graph_pass import Skip
 
 @dataclass(frozen=True)
 class Merge:
-    """``duplicates`` compute what ``keep`` has computed: an earlier node of the graph, or one that is lifted into it."""
+    """``duplicates`` compute what ``keep`` has computed: an earlier node, or one that is lifted into the graph."""
 
     keep: fx.Node
     duplicates: tuple[fx.Node, ...]

@@ -1,0 +1,1 @@
+"""The main job on real input: train a small packed, checkpointed LoRA model with and without glue."""

@@ -1,0 +1,47 @@
+"""Autocast for custom operators: the dtype is read when the operator is called, as it is for ``F.linear``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import CustomOpDef, Library
+
+_library = Library("glue", "FRAGMENT")
+_DEVICE_KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_cast(item, dtype) for item in value]
+    # Autocast leaves float64 alone, and so do we.
+    eligible = isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
+    return value.to(dtype) if eligible else value
+
+
+def run_in_autocast_dtype(operator: CustomOpDef) -> None:
+    """Make ``operator`` cast its floating tensors (lists too) to the autocast dtype while autocast is on.
+
+    ``torch.library.register_autocast`` fixes the dtype when it is called, which would turn float16 autocast into
+    bfloat16; this reads ``torch.get_autocast_dtype`` at the call. The casts are differentiable.
+    """
+    namespace_and_name = operator._qualname
+    packet = getattr(torch.ops.glue, namespace_and_name.split("::")[1])
+    all_keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
+        torch._C.DispatchKey.AutocastCUDA
+    )
+
+    def kernel_for(device_type: str) -> Callable[..., Any]:
+        def kernel(*args: Any) -> Any:
+            dtype = torch.get_autocast_dtype(device_type)
+            with torch._C._ExcludeDispatchKeyGuard(all_keys):
+                return packet.default(*(_cast(argument, dtype) for argument in args))
+
+        return kernel
+
+    for device_type, key in _DEVICE_KEYS.items():
+        kernel = kernel_for(device_type)
+        packet.default.py_impl(getattr(torch._C.DispatchKey, key))(kernel)
+        _library.impl(namespace_and_name.split("::")[1], kernel, key)

@@ -1,0 +1,180 @@
+"""Grouped products over stacked expert weights: ``grouped_linear`` and, for its weight gradient, ``grouped_outer``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from glue_compiler.ops import grouped_mm
+from glue_compiler.ops.autocast import run_in_autocast_dtype
+from glue_compiler.ops.grouped_rows import grouped_sum
+from glue_compiler.ops.kernel_support import runs_triton
+
+
+@torch.library.custom_op("glue::grouped_linear", mutates_args=())
+def grouped_linear(
+    x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None = None, transposed: bool = False
+) -> Tensor:
+    """``F.linear`` with another weight for each group of rows.
+
+    Args:
+        x: floating ``[rows, K]``, rows in expert order, any strides.
+        weight: ``[E, N, K]`` (``F.linear``'s layout: ``x @ weight[e].T``), or with ``transposed`` ``[E, K, N]``
+            (``x @ weight[e]``). Any strides; a copy is made only when neither of the last two dimensions is contiguous.
+        offsets: int32 ``[E]``, inclusive cumulative row counts from ``expert_sort``; the last is at most ``rows``.
+        bias: ``[E, N]`` or None.
+        transposed: the layout of ``weight``.
+
+    Returns:
+        ``[rows, N]`` in the dtype of ``x``; sums in fp32 (fp64 for fp64). Rows from ``offsets[-1]`` on are zero.
+        float32 uses tf32 exactly when ``torch.backends.cuda.matmul.allow_tf32`` does. No host synchronisation on CUDA
+        with Triton; without it, and on the CPU, the offsets are read on the host.
+
+    Gradients: of ``x`` by the same product with the other layout, of ``weight`` by ``grouped_outer`` (zeros for an
+    expert without rows), of ``bias`` by ``grouped_sum``. ``x`` is kept only if ``weight`` needs a gradient, ``weight``
+    only if ``x`` does, and work is done only for what needs a gradient. All of it is deterministic.
+
+    Raises:
+        ValueError: dimensions, sizes or dtypes that do not fit together.
+    """
+    _check_linear(x, weight, offsets, bias, transposed)
+    if runs_triton(x):
+        from glue_compiler.ops import grouped_product_triton
+
+        return grouped_product_triton.linear(x, weight, offsets, bias, transposed)
+    return reference_linear(x, weight, offsets, bias, transposed)
+
+
+@grouped_linear.register_fake
+def _(x, weight, offsets, bias=None, transposed=False):  # type: ignore[no-untyped-def]
+    _check_linear(x, weight, offsets, bias, transposed)
+    return x.new_empty(x.shape[0], weight.shape[2 if transposed else 1])
+
+
+@torch.library.custom_op("glue::grouped_outer", mutates_args=())
+def grouped_outer(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
+    """``out[e] = left[rows of e].T @ right[rows of e]``: the gradient of stacked weights.
+
+    Args:
+        left: floating ``[rows, M]``. right: ``[rows, N]`` of the same dtype. Any strides.
+        offsets: int32 ``[E]``, inclusive cumulative row counts.
+
+    Returns:
+        ``[E, M, N]`` in the dtype of ``left``, summed in fp32 (fp64 for fp64); zeros for a group without rows. Rows
+        from ``offsets[-1]`` on are not read.
+
+    Raises:
+        ValueError: dimensions, sizes or dtypes that do not fit together.
+    """
+    _check_outer(left, right, offsets)
+    if grouped_mm.serves(left, right):
+        return grouped_mm.outer(left, right, offsets)
+    if runs_triton(left):
+        from glue_compiler.ops import grouped_product_triton
+
+        return grouped_product_triton.outer(left, right, offsets)
+    out = left.new_zeros(offsets.shape[0], left.shape[1], right.shape[1])
+    start = 0
+    for expert, end in enumerate(offsets.tolist()):
+        if end > start:
+            torch.mm(left[start:end].t(), right[start:end], out=out[expert])
+        start = end
+    return out
+
+
+@grouped_outer.register_fake
+def _(left, right, offsets):  # type: ignore[no-untyped-def]
+    _check_outer(left, right, offsets)
+    return left.new_empty(offsets.shape[0], left.shape[1], right.shape[1])
+
+
+def reference_linear(x: Tensor, weights: Any, offsets: Tensor, biases: Any, transposed: bool) -> Tensor:
+    """``grouped_linear`` as a loop over the groups; ``weights`` and ``biases`` are indexed by expert. Syncs on CUDA."""
+    out = x.new_zeros(x.shape[0], weights[0].shape[1 if transposed else 0])
+    start = 0
+    for expert, end in enumerate(offsets.tolist()):
+        if end > start:
+            weight = weights[expert] if transposed else weights[expert].t()
+            if biases is None:
+                torch.mm(x[start:end], weight, out=out[start:end])
+            else:
+                torch.addmm(biases[expert], x[start:end], weight, out=out[start:end])
+        start = end
+    return out
+
+
+def check_rows(name: str, x: Tensor, offsets: Tensor) -> None:
+    """What every grouped product asks of its rows and offsets. Raises ValueError."""
+    if x.dim() != 2 or not x.is_floating_point():
+        raise ValueError(f"{name}: expected floating [rows, width], got {x.dtype} with {x.dim()} dimensions")
+    if offsets.dim() != 1 or offsets.dtype != torch.int32:
+        raise ValueError(f"{name}: offsets must be an int32 vector, got {offsets.dtype}, {offsets.dim()} dimensions")
+
+
+def _check_linear(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, transposed: bool) -> None:
+    check_rows("grouped_linear", x, offsets)
+    if weight.dim() != 3:
+        raise ValueError(f"grouped_linear: weight must have 3 dimensions, got {weight.dim()}")
+    experts, width_in, width_out = (weight.shape[index] for index in ((0, 1, 2) if transposed else (0, 2, 1)))
+    if width_in != x.shape[1]:
+        layout = "[E, K, N]" if transposed else "[E, N, K]"
+        raise ValueError(f"grouped_linear: x has K = {x.shape[1]}, the weight {tuple(weight.shape)} is {layout}")
+    if offsets.shape[0] != experts:
+        raise ValueError(f"grouped_linear: {offsets.shape[0]} offsets for {experts} experts")
+    if weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype):
+        raise ValueError(
+            f"grouped_linear: x, weight and bias must have one dtype, got {x.dtype}, {weight.dtype}"
+            f"{'' if bias is None else f' and {bias.dtype}'}"
+        )
+    if bias is not None and tuple(bias.shape) != (experts, width_out):
+        raise ValueError(f"grouped_linear: bias must be [{experts}, {width_out}], got {tuple(bias.shape)}")
+
+
+def _check_outer(left: Tensor, right: Tensor, offsets: Tensor) -> None:
+    check_rows("grouped_outer", left, offsets)
+    check_rows("grouped_outer", right, offsets)
+    if left.dtype != right.dtype:
+        raise ValueError(f"grouped_outer: left and right must have one dtype, got {left.dtype} and {right.dtype}")
+    torch._check_value(left.shape[0] == right.shape[0], lambda: "grouped_outer: left and right must have the same rows")
+
+
+def _linear_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, offsets, _, ctx.transposed = inputs
+    needs_x, needs_weight = ctx.needs_input_grad[:2]
+    ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None, offsets)
+
+
+def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, offsets = ctx.saved_tensors
+    # The dispatcher drops arguments that equal their defaults, so the flags may end before the bias.
+    needs_x, needs_weight = ctx.needs_input_grad[:2]
+    needs_bias = any(ctx.needs_input_grad[3:4])
+    grad_x = grad_weight = grad_bias = None
+    if needs_x:
+        grad_x = grouped_linear(grad, weight, offsets, None, not ctx.transposed)
+    if needs_weight:
+        left, right = (x, grad) if ctx.transposed else (grad, x)
+        grad_weight = grouped_outer(left, right, offsets)
+    if needs_bias:
+        grad_bias = grouped_sum(grad, offsets)
+    return grad_x, grad_weight, None, grad_bias, None
+
+
+def _outer_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    left, right, offsets = inputs
+    needs_left, needs_right = ctx.needs_input_grad[:2]
+    ctx.save_for_backward(left if needs_right else None, right if needs_left else None, offsets)
+
+
+def _outer_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    left, right, offsets = ctx.saved_tensors
+    grad_left = grouped_linear(right, grad, offsets, None, False) if ctx.needs_input_grad[0] else None
+    grad_right = grouped_linear(left, grad, offsets, None, True) if ctx.needs_input_grad[1] else None
+    return grad_left, grad_right, None
+
+
+grouped_linear.register_autograd(_linear_backward, setup_context=_linear_setup)
+grouped_outer.register_autograd(_outer_backward, setup_context=_outer_setup)
+run_in_autocast_dtype(grouped_linear)

@@ -1,0 +1,127 @@
+"""EffectAnalysis: what captured calls do, read off the operators that they are made of."""
+
+import torch
+
+from glue_compiler.fx.effects import EffectAnalysis, Kind
+from glue_compiler.fx.values import storages_of, value_of
+from tests.captured import compile_with_glue
+
+
+def effects_of(fn, *args):
+    """Effects of each call, by node name, of the graph of ``fn``."""
+    run = compile_with_glue(fn, eager=True, passes={"hoist_metadata": False})
+    run.call(*args)
+    analysis = EffectAnalysis.for_graph(run.graph)
+    return {
+        node: analysis.of(run.graph, node)
+        for node in run.graph.graph.nodes
+        if node.op in ("call_function", "call_method")
+    }
+
+
+def only(effects):
+    assert len(effects) == 1, list(effects)
+    return next(iter(effects.values()))
+
+
+def test_arithmetic_is_pure():
+    effects = effects_of(lambda x: torch.nn.functional.silu(x.float() @ x.t()) + 1, torch.ones(2, 2))
+    assert {e.kind for e in effects.values()} == {Kind.PURE}
+    assert not any(e.syncs or e.writes for e in effects.values())
+
+
+def test_an_in_place_method_writes_its_own_memory():
+    def fn(x):
+        y = x * 2
+        y[1:].add_(1)
+        return y
+
+    effects = effects_of(fn, torch.ones(3))
+    writers = [node for node, e in effects.items() if e.writes]
+    assert [node.target for node in writers] == ["add_"]
+    product = next(node for node in effects if "mul" in str(node.target))
+    assert effects[writers[0]].writes == storages_of(value_of(product))
+
+
+def test_setitem_and_an_inplace_flag_write():
+    def fn(x, y):
+        x[0] = 1
+        return torch.nn.functional.relu(y, True), torch.nn.functional.relu(x * 1, inplace=False)
+
+    effects = effects_of(fn, torch.ones(3), torch.ones(3))
+    assert [bool(e.writes) for node, e in effects.items() if "relu" in str(node.target)] == [True, False]
+    assert [bool(e.writes) for node, e in effects.items() if "setitem" in str(node.target)] == [True]
+
+
+def test_out_writes_what_is_passed():
+    effects = effects_of(lambda x, y: torch.add(x, 1, out=y), torch.ones(3), torch.ones(3))
+    assert any(e.writes for e in effects.values())
+
+
+def test_dropout_is_random_only_when_it_drops():
+    assert only(effects_of(lambda x: torch.nn.functional.dropout(x, 0.5), torch.ones(3))).random
+    assert (
+        only(effects_of(lambda x: torch.nn.functional.dropout(x, 0.5, training=False), torch.ones(3))).kind is Kind.PURE
+    )
+
+
+def test_reading_a_value_back_syncs_and_reading_a_size_does_not():
+    def fn(x):
+        return x.max().item() + x.shape[0]
+
+    effects = effects_of(fn, torch.arange(3))
+    assert [node.target for node, e in effects.items() if e.syncs] == ["item"]
+
+
+def test_a_boolean_index_syncs_and_an_integer_index_does_not():
+    effects = effects_of(
+        lambda x, m, i: (x[m], x[i]), torch.arange(3), torch.tensor([True, False, True]), torch.tensor([0, 1])
+    )
+    assert sum(e.syncs for e in effects.values()) == 1
+
+
+def test_switches_of_autograd_and_autocast_are_modes():
+    def fn(x):
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+            return x @ x
+
+    kinds = [e.kind for e in effects_of(fn, torch.ones(2, 2)).values()]
+    assert kinds.count(Kind.MODE) == 2
+    assert kinds.count(Kind.GRAD_MODE) == 2
+
+
+def test_a_function_that_is_not_torchs_is_not_run():
+    calls = []
+
+    @torch._dynamo.allow_in_graph
+    def mystery(x):
+        calls.append(1)
+        return x + 1
+
+    effects = effects_of(lambda x: mystery(x), torch.ones(2))
+    assert only(effects).kind is Kind.BARRIER
+
+
+def test_looking_leaves_the_recorded_tensors_as_they_are():
+    def fn(x):
+        y = x * 2
+        y.unsqueeze_(0)
+        y.t_()
+        return y
+
+    run = compile_with_glue(fn, eager=True, passes={"hoist_metadata": False})
+    run.call(torch.ones(3))
+    before = {node: str(value_of(node)) for node in run.graph.graph.nodes}
+    analysis = EffectAnalysis.for_graph(run.graph)
+    kinds = [analysis.of(run.graph, node) for node in run.graph.graph.nodes]
+    assert {node: str(value_of(node)) for node in run.graph.graph.nodes} == before
+    assert sum(bool(e.writes) or e.kind is Kind.BARRIER for e in kinds) >= 2
+
+
+def test_looking_adds_no_symbols_that_somebody_must_bind():
+    run = compile_with_glue(lambda x: torch.nonzero(x).float() * 2, eager=True, passes={"hoist_metadata": False})
+    run.call(torch.ones(3))
+    analysis = EffectAnalysis.for_graph(run.graph)
+    for node in run.graph.graph.nodes:
+        analysis.of(run.graph, node)
+    assert not analysis.fake_mode.shape_env.pending_fresh_unbacked_symbols

@@ -1,0 +1,93 @@
+"""The Triton kernels on a CPU, through Triton's interpreter, against the references.
+
+Runs only where Triton is installed and the process was started with ``TRITON_INTERPRET=1``, since Triton reads that
+variable when it is imported:
+
+    TRITON_INTERPRET=1 python -m pytest tests/ops/test_interpreted_kernels.py
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import pytest
+import torch
+
+from glue_compiler.ops import (
+    expert_combine,
+    expert_dot,
+    expert_gather,
+    expert_sort,
+    grouped_linear,
+    grouped_outer,
+    grouped_repeat,
+    grouped_sum,
+)
+from glue_compiler.ops.grouped_product_tiles import Tiles
+
+if os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None:
+    pytest.skip("needs Triton and TRITON_INTERPRET=1 from the start", allow_module_level=True)
+
+from glue_compiler.ops import expert_rows_triton, expert_sort_triton, grouped_product_triton, grouped_rows_triton
+
+ROUTINGS = [(37, 3, 5), (150, 2, 4), (5, 1, 1)]
+POINTERS = Tiles(16, 32, 16, 2, 4, 2)
+DESCRIPTORS = Tiles(16, 32, 16, 2, 4, 2, descriptors=True)
+
+
+@pytest.fixture(params=ROUTINGS, ids=str)
+def routed(request):
+    tokens, top_k, num_experts = request.param
+    ids = torch.randint(-1, num_experts + 1, (tokens, top_k))
+    return (tokens, top_k, num_experts), ids, expert_sort(ids, num_experts)
+
+
+def close(value, reference):
+    torch.testing.assert_close(value, reference, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("k_major", [True, False])
+def test_sort(routed, k_major):
+    (_, _, num_experts), ids, _ = routed
+    expected = expert_sort(ids, num_experts, k_major)
+    for same in (ids, ids.int(), ids.t().contiguous().t()):
+        assert all(map(torch.equal, expert_sort_triton.sort(same, num_experts, k_major), expected))
+
+
+def test_rows(routed):
+    (tokens, top_k, num_experts), _, (order, inverse, _, offsets) = routed
+    x, weights = torch.randn(tokens, 33), torch.randn(tokens, top_k)
+    rows, flat = torch.randn(tokens * top_k, 33), weights.reshape(-1)
+    for kernel_weights, reference_weights in ((None, None), (flat, weights)):
+        close(
+            expert_rows_triton.gather(x, inverse, offsets, top_k, kernel_weights),
+            expert_gather(x, order, inverse, offsets, top_k, reference_weights),
+        )
+        close(
+            expert_rows_triton.combine(rows, inverse, offsets, top_k, kernel_weights, torch.float32),
+            expert_combine(rows, order, inverse, offsets, top_k, reference_weights),
+        )
+    close(
+        expert_rows_triton.dot(rows, x, inverse, offsets, top_k, torch.float32),
+        expert_dot(rows, x, order, inverse, offsets, top_k, torch.float32),
+    )
+    close(grouped_rows_triton.sum_rows(rows, offsets), grouped_sum(rows, offsets))
+    values = torch.randn(num_experts, 33)
+    close(grouped_rows_triton.repeat(values, offsets, len(rows)), grouped_repeat(values, offsets, len(rows)))
+
+
+@pytest.mark.parametrize("tiles", [POINTERS, DESCRIPTORS], ids=["pointers", "descriptors"])
+@pytest.mark.parametrize("widths", [(48, 52), (33, 50)], ids=str)
+def test_products(routed, tiles, widths):
+    (_, _, num_experts), ids, (_, _, _, offsets) = routed
+    deep, wide = widths
+    x, grad = torch.randn(ids.numel(), deep), torch.randn(ids.numel(), wide)
+    weight, bias = torch.randn(num_experts, wide, deep), torch.randn(num_experts, wide)
+    out = grouped_product_triton.linear(x, weight, offsets, bias, False, tiles)
+    close(out, grouped_linear(x, weight, offsets, bias))
+    close(
+        grouped_product_triton.linear(grad, weight, offsets, None, True, tiles),
+        grouped_linear(grad, weight, offsets, None, True),
+    )
+    close(grouped_product_triton.outer(grad, x, offsets, tiles), grouped_outer(grad, x, offsets))

@@ -1,0 +1,167 @@
+"""Graph dumps: readable, runnable, and a summary that is always complete."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from glue_compiler.report.session import Session
+from tests.passes.hoist_metadata.test_checkpoint_bodies import checkpointed
+from tests.passes.hoist_metadata.test_one_graph import layer_inputs, packed_layer, positions_of, two_layers
+
+PASS_KEYS = {"name", "stage", "changed", "counts", "skips", "ms"}
+
+
+def compile_and_call(fn, folder, *args, **options):
+    torch.compile(fn, backend="glue", options={"compiler": "aot_eager", "dump": str(folder), **options})(*args)
+    return json.loads((folder / "summary.json").read_text())
+
+
+def inputs():
+    x, *weights = (tensor.requires_grad_() for tensor in layer_inputs())
+    return x, positions_of(5, 7), *weights
+
+
+def run_file(path):
+    return subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=120)
+
+
+def test_the_summary_says_what_was_done(tmp_path):
+    summary = compile_and_call(two_layers, tmp_path, *inputs())
+    assert summary["torch"] == torch.__version__
+    (graph,) = summary["graphs"]
+    assert graph["id"] == 0
+    assert graph["nodes_after"] < graph["nodes_before"]
+    (report,) = graph["passes"]
+    assert report.keys() >= PASS_KEYS
+    assert (report["name"], report["stage"], report["changed"]) == ("hoist_metadata", "captured", True)
+    assert report["counts"]["syncs_removed"] == 2
+    assert report["ms"] > 0
+
+
+def test_skips_have_reason_node_and_source(tmp_path):
+    def fn(x):
+        return torch.rand_like(x), torch.rand_like(x)
+
+    summary = compile_and_call(fn, tmp_path, torch.ones(3))
+    (skip,) = summary["graphs"][0]["passes"][0]["skips"]
+    assert "random" in skip["reason"]
+    assert skip["node"] == "rand_like_1"
+    assert f"{__file__}:" in skip["source"]
+
+
+@pytest.mark.parametrize("model", [two_layers, checkpointed()], ids=["plain", "checkpointed"])
+def test_files_before_and_after_run_and_agree(tmp_path, model):
+    compile_and_call(model, tmp_path, *inputs())
+    before, after = (tmp_path / f"graph_000/01_hoist_metadata.{moment}.py" for moment in ("before", "after"))
+    results = [run_file(path) for path in (before, after)]
+    assert [r.returncode for r in results] == [0, 0], results[0].stderr + results[1].stderr
+    assert results[0].stdout == results[1].stdout == "output 0: (12, 4)\n"
+    calls = [
+        re.findall(r"^ +nonzero\w*: .* = torch.nonzero\(", path.read_text(), re.MULTILINE) for path in (before, after)
+    ]
+    assert [len(found) for found in calls] == [2, 1]
+
+
+def test_an_unchanged_graph_is_written_once_and_runs(tmp_path):
+    compile_and_call(lambda x: torch.special.i0(x).to(torch.bfloat16) + float("inf"), tmp_path, torch.ones(3))
+    (path,) = (tmp_path / "graph_000").iterdir()
+    assert path.name == "00_unchanged.py"
+    result = run_file(path)
+    assert result.returncode == 0, result.stderr
+
+
+def test_constants_in_a_graph_are_in_its_file(tmp_path):
+    table = torch.tensor([2.0, 3.0])
+    compile_and_call(lambda x: x * table + torch.tensor([1.5, 2.5]), tmp_path, torch.ones(2))
+    result = run_file(next((tmp_path / "graph_000").iterdir()))
+    assert result.returncode == 0, result.stderr
+
+
+def test_dynamic_shapes_are_written_with_the_sizes_seen(tmp_path):
+    compiled = torch.compile(
+        lambda x: x.reshape(-1) * x.shape[0],
+        backend="glue",
+        dynamic=True,
+        options={"compiler": "aot_eager", "dump": str(tmp_path)},
+    )
+    compiled(torch.ones(5, 3))
+    result = run_file(next((tmp_path / "graph_000").iterdir()))
+    assert result.stdout == "output 0: (15,)\n", result.stderr
+
+
+def test_graphs_are_numbered_over_the_whole_process(tmp_path):
+    def broken(x):
+        y = x + 1
+        torch._dynamo.graph_break()
+        return y * 2
+
+    summary = compile_and_call(broken, tmp_path, torch.ones(3))
+    assert [graph["id"] for graph in summary["graphs"]] == [0, 1]
+    assert "graph_break" in summary["graphs"][0]["graph_break"]["reason"]
+    summary = compile_and_call(lambda x: x - 1, tmp_path, torch.ones(3))
+    assert [graph["id"] for graph in summary["graphs"]] == [0, 1, 2]
+
+
+def test_the_variable_does_the_same(tmp_path, monkeypatch):
+    monkeypatch.setenv("GLUE_DUMP", str(tmp_path))
+    torch.compile(lambda x: x + 1, backend="glue", options={"compiler": "aot_eager"})(torch.ones(2))
+    assert json.loads((tmp_path / "summary.json").read_text())["graphs"]
+
+
+def test_a_process_that_is_killed_leaves_a_complete_summary(tmp_path):
+    script = f"""
+import os, torch
+options = {{"compiler": "aot_eager", "dump": {str(tmp_path)!r}}}
+torch.compile(lambda x: x + 1, backend="glue", options=options)(torch.ones(2))
+os.kill(os.getpid(), 9)
+"""
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=120)
+    assert result.returncode == -9
+    assert len(json.loads((tmp_path / "summary.json").read_text())["graphs"]) == 1
+
+
+def test_a_later_process_replaces_the_dump_and_keeps_other_files(tmp_path):
+    compile_and_call(two_layers, tmp_path, *inputs())
+    foreign = tmp_path / "notes.txt"
+    foreign.write_text("mine")
+    Session(tmp_path)
+    assert foreign.read_text() == "mine"
+    assert not list(tmp_path.glob("graph_*/*.py"))
+
+
+def test_each_rank_of_a_distributed_job_has_its_own_folder(tmp_path, monkeypatch):
+    from glue_compiler.report.session import session_for
+
+    monkeypatch.setenv("RANK", "3")
+    session = session_for(str(tmp_path / "dump"))
+    assert session.folder == tmp_path / "dump" / "rank_3"
+
+
+def test_the_same_goes_to_torchs_structured_trace(tmp_path):
+    script = """
+import torch
+fn = torch.compile(lambda x: (x.cumsum(0) * 2, x.cumsum(0) * 3), backend="glue", options={"compiler": "aot_eager"})
+fn(torch.arange(4))
+"""
+    environment = {"TORCH_TRACE": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", script], env={**os.environ, **environment}, check=True, timeout=120)
+    text = "".join(path.read_text() for path in tmp_path.iterdir())
+    assert '"name": "glue_passes"' in text
+    assert "hoist_metadata" in text
+
+
+def test_a_checkpointed_layer_alone(tmp_path):
+    def model(x, positions, weight):
+        return checkpoint(packed_layer, x, positions, weight, use_reentrant=False)
+
+    x, positions, weight, _ = inputs()
+    summary = compile_and_call(model, tmp_path, x, positions, weight)
+    assert summary["graphs"][0]["passes"][0]["counts"]["lifted"] > 0
+    assert [sync["target"] for sync in summary["graphs"][0]["host_syncs"]] == ["nonzero", "item"]
+    assert all("test_one_graph.py" in sync["source"] for sync in summary["graphs"][0]["host_syncs"])

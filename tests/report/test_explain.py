@@ -1,0 +1,73 @@
+"""explain: what it says, and that it leaves nothing behind."""
+
+import pytest
+import torch
+
+import glue_compiler
+from tests.passes.hoist_metadata.test_one_graph import layer_inputs, positions_of, two_layers
+
+
+def test_it_reports_graphs_rewrites_and_syncs():
+    x, *weights = layer_inputs()
+    report = glue_compiler.explain(two_layers, x, positions_of(5, 7), *weights)
+    (graph,) = report.graphs
+    assert graph.passes[0].counts["syncs_removed"] == 2
+    assert [sync.target for sync in graph.host_syncs] == ["nonzero", "item"]
+    text = str(report)
+    assert "1 graph(s), 0 graph break(s)" in text
+    assert "hoist_metadata: " in text
+    assert "host sync that remains: nonzero" in text
+    assert "test_one_graph.py" in text
+
+
+def test_it_reports_graph_breaks_with_reason_and_line():
+    def fn(x):
+        y = x + 1
+        torch._dynamo.graph_break()
+        return y * 2
+
+    report = glue_compiler.explain(fn, torch.ones(2))
+    ((reason, source),) = report.graph_breaks
+    assert "graph_break" in reason
+    assert f"{__file__}:" in source
+    assert "ends at a graph break" in str(report)
+
+
+def test_it_says_why_something_was_left_alone():
+    report = glue_compiler.explain(lambda x: (torch.rand_like(x), torch.rand_like(x)), torch.ones(2))
+    assert "left alone: rand_like_1: the same call as 'rand_like', but it draws random numbers" in str(report)
+
+
+def test_options_count():
+    x, *weights = layer_inputs()
+    report = glue_compiler.explain(
+        two_layers, x, positions_of(12), *weights, options={"passes": {"hoist_metadata": False}}
+    )
+    assert report.graphs[0].passes == []
+    with pytest.raises(glue_compiler.GlueOptionError):
+        glue_compiler.explain(two_layers, x, positions_of(12), *weights, options={"pases": {}})
+
+
+def test_nothing_is_left_behind():
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5)).double()
+    x = layer_inputs()[0]
+    state = torch.get_rng_state()
+    glue_compiler.explain(module, x)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+def test_it_uses_up_no_recompiles():
+    def fn(x):
+        return x + 1
+
+    for _ in range(torch._dynamo.config.recompile_limit + 2):
+        assert len(glue_compiler.explain(fn, torch.ones(2)).graphs) == 1
+    torch._dynamo.utils.counters.clear()
+    torch.compile(fn, backend="glue", options={"compiler": "aot_eager"})(torch.ones(2))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_a_compiled_model_is_refused():
+    with pytest.raises(TypeError, match="torch.compile"):
+        glue_compiler.explain(torch.compile(torch.nn.Linear(2, 2)), torch.ones(2))

@@ -1,0 +1,145 @@
+"""Capture: the flags are on for glue's compiles, for nobody else's, and never a reason to fail."""
+
+import pytest
+import torch
+
+from glue_compiler.backend import GlueBackend
+from glue_compiler.capture import FLAGS
+from glue_compiler.report.session import Session
+from tests.captured import compile_with_glue, count
+
+OPTIONS = {"compiler": "aot_eager"}
+
+
+def uses_item(x):
+    return x * x.sum().item() + torch.nonzero(x).shape[0]
+
+
+class UsesItem(torch.nn.Module):
+    def forward(self, x):
+        return uses_item(x)
+
+
+def flags_now():
+    return [getattr(torch._dynamo.config, name) for name in FLAGS]
+
+
+def graph_count():
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.fixture(autouse=True)
+def no_counts():
+    torch._dynamo.utils.counters.clear()
+
+
+def test_torch_compile_captures_one_graph():
+    compiled = torch.compile(uses_item, backend="glue", options=OPTIONS)
+    assert torch.equal(compiled(torch.ones(3)), uses_item(torch.ones(3)))
+    assert graph_count() == 1
+
+
+def test_module_compile_captures_one_graph():
+    module = UsesItem()
+    module.compile(backend="glue", options=OPTIONS)
+    assert torch.equal(module(torch.ones(3)), uses_item(torch.ones(3)))
+    assert graph_count() == 1
+
+
+def test_a_layer_compiled_by_itself_captures_one_graph():
+    model = torch.nn.Sequential(UsesItem(), torch.nn.Identity())
+    model[0].compile(backend="glue", options=OPTIONS)
+    model(torch.ones(3))
+    assert graph_count() == 1
+
+
+def test_another_backend_still_breaks_the_graph():
+    torch.compile(uses_item, backend="glue", options=OPTIONS)(torch.ones(3))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    torch.compile(uses_item, backend="aot_eager")(torch.ones(3))
+    assert sum(torch._dynamo.utils.counters["graph_break"].values()) > 0
+
+
+def test_the_flags_are_off_while_the_compiled_model_runs_and_afterwards():
+    seen = []
+
+    @torch._dynamo.disable
+    def look(x):
+        seen.append(flags_now())
+        return x
+
+    def fn(x):
+        return look(x + 1) * 2
+
+    compiled = torch.compile(fn, backend="glue", options=OPTIONS)
+    compiled(torch.ones(3))
+    compiled(torch.ones(3))
+    assert seen == [[False, False]] * 2
+    assert flags_now() == [False, False]
+
+
+def test_another_backend_called_from_inside_breaks_the_graph_too():
+    inner = torch._dynamo.disable(torch.compile(uses_item, backend="aot_eager"), recursive=False)
+
+    def fn(x):
+        return inner(x + 1) * 2
+
+    compiled = torch.compile(fn, backend="glue", options=OPTIONS)
+    assert torch.equal(compiled(torch.ones(3)), uses_item(torch.ones(3) + 1) * 2)
+    assert any("item" in reason for reason in torch._dynamo.utils.counters["graph_break"])
+
+
+def test_the_flags_are_restored_after_an_error():
+    def fails(x):
+        raise_here = x.sum().item()
+        raise ValueError(f"{raise_here}")
+
+    with pytest.raises(ValueError, match="3"):
+        torch.compile(fails, backend="glue", options=OPTIONS)(torch.ones(3))
+    assert flags_now() == [False, False]
+
+
+def test_a_compiler_that_cannot_take_the_graph_gets_one_without_data_dependent_values():
+    session = Session()
+    seen = []
+
+    def refuses_unbacked(gm, inputs, options, uuid):
+        seen.append(count(gm, "item"))
+        if seen[-1]:
+            raise NotImplementedError("no unbacked symbols here")
+        return gm.forward
+
+    compiled = torch.compile(uses_item, backend=GlueBackend(hand_off=refuses_unbacked, session=session))
+    assert torch.equal(compiled(torch.ones(3)), uses_item(torch.ones(3)))
+    assert seen[0] == 1
+    assert not any(seen[1:])
+    assert [event.retried for event in session.capture_events][:1] == [True]
+
+
+def test_an_error_that_has_nothing_to_do_with_the_flags_still_comes():
+    def fn(x):
+        return x @ torch.ones(7)
+
+    with pytest.raises(Exception, match="7"):
+        torch.compile(fn, backend="glue", options=OPTIONS)(torch.ones(3))
+
+
+def test_a_users_own_setting_is_kept():
+    with torch._dynamo.config.patch(capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True):
+        run = compile_with_glue(uses_item)
+        run.call(torch.ones(3))
+        assert flags_now() == [True, True]
+    assert len(run.graphs) == 1
+
+
+def test_reset_and_another_thread():
+    import threading
+
+    compiled = torch.compile(uses_item, backend="glue", options=OPTIONS)
+    results = []
+    thread = threading.Thread(target=lambda: results.append(compiled(torch.ones(3))))
+    thread.start()
+    thread.join()
+    assert torch.equal(results[0], uses_item(torch.ones(3)))
+    assert graph_count() == 1

@@ -1,0 +1,111 @@
+"""Options: every key, every wrong key, every source."""
+
+import pytest
+import torch
+
+from glue_compiler.errors import GlueOptionError, GlueWarning
+from glue_compiler.options import OWN_KEYS, parse_bytes, parse_options
+
+PASSES = ("hoist_metadata", "other_pass")
+
+
+def parse(options=None, mode=None, **environment):
+    return parse_options(options, mode, PASSES, environment)
+
+
+def test_defaults():
+    options = parse()
+    assert (options.compiler, options.dump, options.strict, dict(options.inductor)) == ("inductor", None, False, {})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "nearest"),
+    [("compilr", "compiler"), ("dumb", "dump"), ("pases", "passes"), ("max_autotun", "max_autotune")],
+)
+def test_an_unknown_key_names_the_nearest(wrong, nearest):
+    with pytest.raises(GlueOptionError, match=f"unknown option '{wrong}'; did you mean '{nearest}'"):
+        parse({wrong: 1})
+
+
+def test_an_unknown_key_lists_glues_own():
+    with pytest.raises(GlueOptionError) as error:
+        parse({"zzzz": 1})
+    assert all(key in str(error.value) for key in OWN_KEYS)
+
+
+def test_an_unknown_pass_and_an_unknown_compiler_name_the_nearest():
+    with pytest.raises(GlueOptionError, match="did you mean 'hoist_metadata'"):
+        parse({"passes": {"hoist_metdata": False}})
+    with pytest.raises(GlueOptionError, match="did you mean 'inductor'"):
+        parse({"compiler": "indcutor"})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"strict": 1},
+        {"passes": ["hoist_metadata"]},
+        {"passes": {"hoist_metadata": 1}},
+        {"dump": 3},
+        {"hoist_limit": "many"},
+        {"hoist_limit": -1},
+    ],
+)
+def test_a_value_of_the_wrong_type_is_an_error(options):
+    with pytest.raises(GlueOptionError):
+        parse(options)
+
+
+def test_inductors_options_pass_through_and_are_checked():
+    assert parse({"max_autotune": True, "triton.cudagraphs": False}).inductor == {
+        "max_autotune": True,
+        "triton.cudagraphs": False,
+    }
+    assert parse({"epilogue-fusion": True}).inductor == {"epilogue_fusion": True}
+    with pytest.raises(GlueOptionError, match="max_autotune"):
+        parse({"max_autotune": "yes"})
+
+
+def test_a_mode_is_what_it_is_for_inductor():
+    assert parse(mode="max-autotune").inductor == torch._inductor.list_mode_options("max-autotune")
+    assert parse(mode="default").inductor == {}
+    with pytest.raises(GlueOptionError, match="fastest"):
+        parse(mode="fastest")
+
+
+def test_the_environment_is_read_and_options_win():
+    options = parse({"dump": "b"}, GLUE_DUMP="a", GLUE_STRICT="1", GLUE_HOIST_LIMIT="1KiB", GLUE_COMPILER="aot_eager")
+    assert (options.dump, options.strict, options.hoist_limit, options.compiler) == ("b", True, 1024, "aot_eager")
+
+
+def test_glue_disable_wins_over_options():
+    options = parse({"passes": {"hoist_metadata": True, "other_pass": True}}, GLUE_DISABLE="hoist_metadata")
+    assert not options.is_enabled("hoist_metadata", default=True)
+    assert options.is_enabled("other_pass", default=False)
+    with pytest.raises(GlueOptionError, match="did you mean 'hoist_metadata'"):
+        parse(GLUE_DISABLE="hoist_metadat")
+
+
+def test_an_unknown_variable_warns():
+    with pytest.warns(GlueWarning, match="did you mean 'GLUE_DUMP'"):
+        parse(GLUE_DUMB="x")
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [(5, 5), ("5", 5), ("1KiB", 1024), ("1.5 kB", 1500), ("64MiB", 64 * 2**20), ("2GB", 2 * 10**9), ("0", 0)],
+)
+def test_numbers_of_bytes(text, number):
+    assert parse_bytes(text) == number
+
+
+def test_a_wrong_option_reaches_the_user_before_tracing():
+    traced = []
+
+    def fn(x):
+        traced.append(1)
+        return x + 1
+
+    with pytest.raises(GlueOptionError, match="did you mean 'dump'"):
+        torch.compile(fn, backend="glue", options={"dumb": "x"})(torch.ones(1))
+    assert not traced

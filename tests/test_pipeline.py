@@ -1,0 +1,185 @@
+"""The pipeline: contracts, order, failures, checks."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from glue_compiler.errors import GlueContractError, GlueInvariantError, GlueWarning
+from glue_compiler.fx import bodies
+from glue_compiler.graph_pass import Numerics, PassResult, Skip, Stage
+from glue_compiler.options import GlueOptions
+from glue_compiler.pipeline import Pipeline, order_by_contract, pass_uuid
+from tests.captured import compile_with_glue
+
+
+def make_pass(name, run=None, requires=(), provides=(), conflicts=()):
+    return SimpleNamespace(
+        name=name,
+        stage=Stage.CAPTURED,
+        numerics=Numerics.BITWISE,
+        default=True,
+        requires=frozenset(requires),
+        provides=frozenset(provides),
+        conflicts=frozenset(conflicts),
+        run=run or (lambda graph, context: PassResult(changed=False)),
+        cache_options=lambda options: None,
+    )
+
+
+def order(*passes):
+    return [p.name for p in order_by_contract(passes, {p.name for p in passes})]
+
+
+def test_a_provider_runs_before_who_requires_it():
+    assert order(make_pass("b", requires={"x"}), make_pass("a", provides={"x"})) == ["a", "b"]
+
+
+def test_without_contracts_the_given_order_stays():
+    assert order(make_pass("b"), make_pass("a")) == ["b", "a"]
+
+
+def test_a_missing_requirement_names_who_would_provide_it():
+    a, b = make_pass("a", provides={"x"}), make_pass("b", requires={"x"})
+    with pytest.raises(GlueContractError, match="'b' requires 'x': 'a' provides it and is off"):
+        order_by_contract([a, b], {"b"})
+    with pytest.raises(GlueContractError, match="no pass provides it"):
+        order_by_contract([b], {"b"})
+
+
+def test_conflicts_and_circles_are_errors():
+    with pytest.raises(GlueContractError, match="exclude each other"):
+        order(make_pass("a", provides={"x"}), make_pass("b", conflicts={"x"}))
+    with pytest.raises(GlueContractError, match="exclude each other"):
+        order(make_pass("a"), make_pass("b", conflicts={"a"}))
+    with pytest.raises(GlueContractError, match="circle"):
+        order(make_pass("a", requires={"y"}, provides={"x"}), make_pass("b", requires={"x"}, provides={"y"}))
+
+
+def test_contracts_are_checked_before_any_pass_runs():
+    ran = []
+    first = make_pass("a", run=lambda graph, context: ran.append(1))
+    with pytest.raises(GlueContractError):
+        Pipeline([first, make_pass("b", requires={"x"})], GlueOptions())
+    assert not ran
+
+
+def captured_graph(fn, *args):
+    run = compile_with_glue(fn, eager=True, passes={"hoist_metadata": False})
+    run.call(*args)
+    return run.graph
+
+
+def checkpointed(x):
+    return torch.utils.checkpoint.checkpoint(lambda y: y.sin().exp(), x, use_reentrant=False)
+
+
+def break_outer_and_inner(graph, context):
+    for module in bodies.graph_modules(graph):
+        for node in module.graph.find_nodes(op="call_method"):
+            node.target = "tanh"
+        for node in module.graph.find_nodes(op="call_function", target=torch.sin):
+            node.target = torch.tanh
+        module.recompile()
+    raise ValueError("half way")
+
+
+def test_a_failing_pass_restores_the_graph_and_its_bodies_and_warns():
+    gm = captured_graph(checkpointed, torch.ones(3, requires_grad=True))
+    before = [str(module.graph) for module in bodies.graph_modules(gm)]
+    assert len(before) == 2
+    with pytest.warns(GlueWarning, match="breaker failed .ValueError: half way"):
+        (report,) = Pipeline([make_pass("breaker", run=break_outer_and_inner)], GlueOptions()).run(gm, Stage.CAPTURED)
+    assert [str(module.graph) for module in bodies.graph_modules(gm)] == before
+    assert report.error == "ValueError: half way"
+    assert not report.changed
+    assert torch.equal(gm(torch.ones(3))[0], torch.ones(3).sin().exp())
+
+
+def test_strict_raises():
+    gm = captured_graph(checkpointed, torch.ones(3, requires_grad=True))
+    with pytest.raises(ValueError, match="half way"):
+        Pipeline([make_pass("breaker", run=break_outer_and_inner)], GlueOptions(strict=True)).run(gm, Stage.CAPTURED)
+
+
+def test_symbols_that_a_failing_pass_renamed_are_restored():
+    def fn(a, b):
+        return torch.nonzero(a).shape[0] + torch.nonzero(b).shape[0]
+
+    gm = captured_graph(fn, torch.ones(3), torch.ones(4))
+    sizes = [
+        node.meta["example_value"].shape[0] for node in gm.graph.find_nodes(op="call_function", target=torch.nonzero)
+    ]
+    assert len({str(size) for size in sizes}) == 2
+
+    def rename_and_fail(graph, context):
+        context.shape_env._rename_unbacked_to(sizes[1].node.expr, sizes[0].node.expr)
+        raise ValueError("after renaming")
+
+    with pytest.warns(GlueWarning):
+        Pipeline([make_pass("renamer", run=rename_and_fail)], GlueOptions()).run(gm, Stage.CAPTURED)
+    assert len({str(size.node.expr) for size in sizes}) == 2
+
+
+def test_an_inconsistent_graph_is_restored_like_a_failure():
+    def lie_about_the_dtype(graph, context):
+        node = graph.graph.find_nodes(op="call_function", target=torch.sin)[0]
+        node.target = torch.isnan
+        graph.recompile()
+        return PassResult(changed=True)
+
+    gm = captured_graph(lambda x: torch.sin(x) * 2, torch.ones(3))
+    with pytest.warns(GlueWarning, match="GlueInvariantError"):
+        Pipeline([make_pass("liar", run=lie_about_the_dtype)], GlueOptions()).run(gm, Stage.CAPTURED)
+    assert torch.equal(gm(torch.ones(3))[0], torch.ones(3).sin() * 2)
+    with pytest.raises(GlueInvariantError, match="on record as torch.float32"):
+        Pipeline([make_pass("liar", run=lie_about_the_dtype)], GlueOptions(strict=True)).run(gm, Stage.CAPTURED)
+
+
+def test_a_model_still_runs_when_a_pass_fails(monkeypatch):
+    from glue_compiler import registry
+
+    monkeypatch.setattr(registry, "all_passes", lambda: (make_pass("breaker", run=break_outer_and_inner),))
+    x = torch.ones(3, requires_grad=True)
+    run = compile_with_glue(checkpointed, strict=False)
+    with pytest.warns(GlueWarning, match="breaker failed"):
+        assert torch.equal(run.call(x), checkpointed(x))
+
+
+def test_torchs_own_switch_turns_a_pass_off():
+    gm = captured_graph(checkpointed, torch.ones(3, requires_grad=True))
+    with torch._inductor.config.patch(disabled_passes="breaker"):
+        (report,) = Pipeline([make_pass("breaker", run=break_outer_and_inner)], GlueOptions(strict=True)).run(
+            gm, Stage.CAPTURED
+        )
+    assert not report.changed
+
+
+def test_skips_and_counts_reach_the_report():
+    result = PassResult(
+        changed=False, counts={"merged": 0}, skips=(Skip("too large", "node", "model.py:3 in forward"),)
+    )
+    gm = captured_graph(checkpointed, torch.ones(3, requires_grad=True))
+    (report,) = Pipeline([make_pass("reader", run=lambda graph, context: result)], GlueOptions()).run(
+        gm, Stage.CAPTURED
+    )
+    assert report.skips == result.skips
+    assert report.counts == {"merged": 0}
+    assert report.milliseconds > 0
+
+
+def test_the_uuid_changes_with_options_passes_and_sources(tmp_path, monkeypatch):
+    from glue_compiler import registry
+
+    passes = registry.all_passes()
+    uuid = Pipeline(passes, GlueOptions()).uuid()
+    assert uuid == Pipeline(passes, GlueOptions(dump="elsewhere")).uuid()
+    assert uuid != Pipeline(passes, GlueOptions(hoist_limit=1)).uuid()
+    assert uuid != Pipeline(passes, GlueOptions(passes={"hoist_metadata": False})).uuid()
+
+    source = tmp_path / "some_pass.py"
+    source.write_text("a = 1")
+    monkeypatch.setattr("inspect.getfile", lambda _: str(source))
+    before = pass_uuid(passes[0])
+    source.write_text("a = 2")
+    assert pass_uuid(passes[0]) != before
