@@ -1,8 +1,7 @@
 # Two commands matter: `make demo` runs the main job, `make test` checks everything. Both set up .venv first.
 
 PYTHON ?= python3
-# Empty: torch from the default index, which on Linux brings CUDA libraries. The CPU build alone, some GB smaller:
-#   make demo TORCH_INDEX="--index-url https://download.pytorch.org/whl/cpu"
+# pip options for torch alone, such as --index-url for a CPU build; empty: the build that pip finds by itself.
 TORCH_INDEX ?=
 WORKERS ?= 2
 VENV := .venv

@@ -1,6 +1,6 @@
 """hoist_metadata on the demo's model: graph sizes, host syncs, step times and compile times.
 
-    python -m benchmarks.hoist_metadata [--layers 4] [--tokens 512] [--repeat 3] [--device cuda]
+    python -m benchmarks.hoist_metadata [--layers 4] [--tokens 512] [--repeat 3] [--device cuda] [--modes ...]
 
 Each measurement is a fresh process with caches off. "inductor" has Dynamo's capture flags set by hand, so that it
 compiles the same single graph; "default" is plain ``backend="inductor"``, graph breaks and all.
@@ -122,6 +122,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
+    parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=BACKENDS)
     parser.add_argument("--one", nargs=5, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
@@ -130,16 +132,16 @@ def main() -> None:
         return
     device = torch.cuda.get_device_name() if arguments.device == "cuda" else "CPU"
     console = Console(width=150)
-    for mode in MODES:
-        runs: dict[str, list[dict[str, Any]]] = {backend: [] for backend in BACKENDS}
+    for mode in arguments.modes:
+        runs: dict[str, list[dict[str, Any]]] = {backend: [] for backend in arguments.backends}
         for _ in range(arguments.repeat):  # in turn, so that a machine that drifts drifts for all
-            for backend in BACKENDS:
+            for backend in arguments.backends:
                 runs[backend].append(_in_fresh_process(backend, mode, arguments) or {})
         sizes = f"{arguments.layers} layers, {arguments.tokens} tokens"
         title = f"{mode}: {sizes}, {device}, torch {torch.__version__} (x: times inductor's)"
         table = Table("", "graphs", "joint", "forward", "backward", "nonzero", "item", "step", "compile", title=title)
-        for backend in BACKENDS:
-            table.add_row(backend, *_cells(runs[backend], runs["inductor"]))
+        for backend in arguments.backends:
+            table.add_row(backend, *_cells(runs[backend], runs.get("inductor", [])))
         console.print(table)
 
 

@@ -15,6 +15,7 @@ from glue_compiler.graph_pass import Stage
 from glue_compiler.handoff import hand_off
 from glue_compiler.options import GlueOptions, parse_options
 from glue_compiler.pipeline import Pipeline
+from glue_compiler.report.dump import render_graph
 from glue_compiler.report.session import GraphReport, Session, session_for
 
 HandOff = Callable[[fx.GraphModule, Sequence[Any], GlueOptions, bytes], Callable[..., Any]]
@@ -46,28 +47,29 @@ class GlueBackend:
         **_: Any,  # 2.15 passes name=
     ) -> Callable[..., Any]:
         compat.warn_if_untested()
-        glue_options = self._options_for({"mode": mode, "options": options})
-        pipeline = Pipeline(registry.all_passes(), glue_options)
-        session = self._session_for(glue_options)
+        pipeline = self._pipeline_for({"mode": mode, "options": options})
+        session = self._session_for(pipeline.options)
         report = GraphReport.of_captured(gm)
-        report.passes += pipeline.run(gm, Stage.CAPTURED, session.snapshot if session else None)
+        is_shown = compat.trace_is_on() or (session is not None and session.folder is not None)
+        report.passes += pipeline.run(gm, Stage.CAPTURED, render_graph if is_shown else None)
         report.nodes_after = bodies.count_nodes(gm)
         report.trace()
         if session:
             session.add_graph(report, gm)
-        return self._hand_off(gm, example_inputs, glue_options, pipeline.uuid())
+        return self._hand_off(gm, example_inputs, pipeline.options, pipeline.uuid())
 
     def begin_frame(self, stored: Mapping[str, Any], code: CodeType) -> None:
-        self._options_for(stored)  # a wrong option is an error before anything is traced
+        self._pipeline_for(stored)  # wrong options and contracts are errors before anything is traced
         self.frames.add(code)
 
     def record_capture(self, stored: Mapping[str, Any], event: capture.CaptureEvent) -> None:
-        session = self._session_for(self._options_for(stored))
+        session = self._session_for(self._pipeline_for(stored).options)
         if session:
             session.add_capture_event(event)
 
-    def _options_for(self, stored: Mapping[str, Any]) -> GlueOptions:
-        return parse_options(stored.get("options"), stored.get("mode"), registry.pass_names())
+    def _pipeline_for(self, stored: Mapping[str, Any]) -> Pipeline:
+        options = parse_options(stored.get("options"), stored.get("mode"), registry.pass_names())
+        return Pipeline(registry.all_passes(), options)
 
     def _session_for(self, options: GlueOptions) -> Session | None:
         return self._session or (session_for(options.dump) if options.dump else None)

@@ -284,6 +284,11 @@ def observed(gm: fx.GraphModule, name: str, run: Callable[[fx.GraphModule], Any]
     return GraphTransformObserver(gm, name, subsystem="glue").apply_gm_pass(run)
 
 
+def trace_is_on() -> bool:
+    """Is somebody listening to torch's structured trace?"""
+    return bool(torch._logging._internal.trace_log.handlers)
+
+
 def trace_artifact(name: str, payload: Callable[[], str], encoding: str = "string") -> None:
     """Write to torch's structured trace (``TORCH_TRACE``, read by tlparse)."""
     torch._logging.trace_structured(

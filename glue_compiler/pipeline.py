@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from torch import fx
 
@@ -30,7 +29,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PassReport:
-    """What one pass did to one graph. ``before`` and ``after`` hold what the observer made of the graph, if changed."""
+    """What one pass did to one graph; ``before`` and ``after`` show the graph, if it changed and was to be shown."""
 
     name: str
     stage: Stage
@@ -39,11 +38,11 @@ class PassReport:
     skips: tuple[Skip, ...] = ()
     milliseconds: float = 0.0
     error: str | None = None
-    before: Any = None
-    after: Any = None
+    before: str | None = None
+    after: str | None = None
 
 
-Snapshotter = Callable[[fx.GraphModule], Any]
+Snapshotter = Callable[[fx.GraphModule], str]
 
 
 class Pipeline:

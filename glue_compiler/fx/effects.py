@@ -127,9 +127,6 @@ class EffectAnalysis:
         tensors = tensors_in(operands)
         outcome = self._outcome(node)
         kind, written = outcome.kind, outcome.written
-        if node.op == "call_method" and _is_in_place_name(str(node.target)):
-            # resize_, requires_grad_, unsqueeze_ change metadata without an operator that says so.
-            written = (*written, *range(len(tensors_in(value_of(node.args[0])))))  # type: ignore[arg-type]
         writes = frozenset(storage_of(tensors[i]) for i in written if is_plain(tensors[i]))
         if written and not all(is_plain(tensors[i]) for i in written):
             return Effects(Kind.BARRIER)
@@ -266,10 +263,6 @@ def _copies_to_host(args: Any, result: Any) -> bool:
 def _made_inside(body: fx.GraphModule) -> set[StorageKey]:
     outside = storages_of([value_of(node) for node in body.graph.nodes if node.op in ("placeholder", "get_attr")])
     return storages_of([value_of(node) for node in body.graph.nodes]) - outside
-
-
-def _is_in_place_name(name: str) -> bool:
-    return name.endswith("_") and not name.endswith("__")
 
 
 def _map_tensors(value: Any, convert: Any) -> Any:

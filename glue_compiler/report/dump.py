@@ -13,9 +13,9 @@ from glue_compiler import compat
 from glue_compiler.fx import bodies
 from glue_compiler.fx.values import Symbolic, expression, is_plain, value_of
 
-_HEADER = '''"""{title}
+_HEADER = '''"""A graph that Dynamo captured, written by glue.
 
-Written by glue. Runs alone: `python {{this file}}` calls the graph on random inputs of the recorded shapes.
+Runs alone: `python {{this file}}` calls the graph on random inputs of the recorded shapes.
 """
 
 import torch
@@ -54,13 +54,13 @@ if __name__ == "__main__":
 """
 
 
-def render_graph(gm: fx.GraphModule, title: str) -> str:
+def render_graph(gm: fx.GraphModule) -> str:
     """``gm`` and its bodies as one Python file."""
     modules = {id(module): name for module, name in _named_modules(gm)}
     imports: dict[str, str] = {}
     classes = [_render_class(module, modules, imports) for module, _ in _named_modules(gm)]
     inputs = "\n".join(f"        {_input(node)}," for node in gm.graph.find_nodes(op="placeholder"))
-    header = _HEADER.format(title=title, imports="\n".join(imports.values()))
+    header = _HEADER.format(imports="\n".join(imports.values()))
     return header + "\n\n".join(reversed(classes)) + _MAIN.format(inputs=inputs)
 
 

@@ -66,6 +66,10 @@ class GraphReport:
     def trace(self) -> None:
         """Write to torch's structured trace."""
         compat.trace_artifact("glue_passes", lambda: json.dumps(self.as_json()), encoding="json")
+        for p in self.passes:
+            if p.changed and p.before is not None:
+                compat.trace_artifact(f"glue_{p.name}_before", lambda p=p: p.before)
+                compat.trace_artifact(f"glue_{p.name}_after", lambda p=p: p.after)
 
 
 def _pass_as_json(report: PassReport) -> dict[str, Any]:
@@ -108,9 +112,6 @@ class Session:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._remove_earlier_dump(self.folder)
 
-    def snapshot(self, gm: fx.GraphModule) -> str | None:
-        return render_graph(gm, "A captured graph.") if self.folder is not None else None
-
     def add_graph(self, report: GraphReport, gm: fx.GraphModule) -> None:
         """``gm`` is the graph after all passes."""
         report.host_syncs = host_syncs_in(gm)
@@ -141,7 +142,7 @@ class Session:
             for moment, source in (("before", p.before), ("after", p.after)):
                 self._write(folder, f"graph_{report.id:03d}/{number:02d}_{p.name}.{moment}.py", source)
         if not changed:
-            self._write(folder, f"graph_{report.id:03d}/00_unchanged.py", self.snapshot(gm) or "")
+            self._write(folder, f"graph_{report.id:03d}/00_unchanged.py", render_graph(gm))
 
     def _write(self, folder: Path, name: str, text: str) -> None:
         path = folder / name

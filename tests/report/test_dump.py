@@ -153,7 +153,8 @@ fn(torch.arange(4))
     subprocess.run([sys.executable, "-c", script], env={**os.environ, **environment}, check=True, timeout=120)
     text = "".join(path.read_text() for path in tmp_path.iterdir())
     assert '"name": "glue_passes"' in text
-    assert "hoist_metadata" in text
+    assert '"name": "glue_hoist_metadata_before"' in text
+    assert '"name": "glue_hoist_metadata_after"' in text
 
 
 def test_a_checkpointed_layer_alone(tmp_path):

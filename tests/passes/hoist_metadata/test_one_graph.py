@@ -312,6 +312,23 @@ def test_an_operator_that_is_not_torchs_own_stays():
     assert any("not torch's own" in reason for reason in run.skip_reasons)
 
 
+@torch._dynamo.allow_in_graph
+def writes_in_secret(x):
+    x.add_(1)
+
+
+def test_nothing_is_merged_across_a_function_that_is_not_understood():
+    def fn(x):
+        first = x.cumsum(0) * 2
+        writes_in_secret(x)
+        return first, x.cumsum(0) * 3
+
+    run = compile_with_glue(fn, eager=True)
+    for got, want in zip(run.call(torch.arange(4)), fn(torch.arange(4)), strict=True):
+        assert torch.equal(got, want)
+    assert count(run.graph, "cumsum") == 2
+
+
 def test_under_vmap_nothing_is_merged_across_its_levels():
     def fn(x):
         inside = torch.vmap(lambda row: row.cumsum(0) + x.cumsum(0))(x[None])
