@@ -256,6 +256,11 @@ def upper_bound(expression: Any, shape_env: Any) -> int | None:
     return int(value.xreplace(shape_env.backed_var_to_val))
 
 
+def may_be_equal(first: Any, second: Any, shape_env: Any) -> bool:
+    """Can two expressions of unbacked symbols be equal, as far as the symbols' ranges tell?"""
+    return is_unbacked(first - second) and 0 in shape_env.bound_sympy(first - second)
+
+
 @functools.cache
 def fake_tensor_type() -> type:
     from torch._subclasses.fake_tensor import FakeTensor

@@ -288,7 +288,8 @@ def _call_key(node: fx.Node) -> Any:
             alias = storages.setdefault(storage_of(value), len(storages))
             shape = tuple(expression(size) for size in value.shape)
             stride = tuple(expression(step) for step in value.stride())
-            return ("tensor", alias, shape, stride, value.dtype, value.device, requires_grad(value))
+            offset = expression(value.storage_offset())
+            return ("tensor", alias, shape, stride, offset, value.dtype, value.device, requires_grad(value))
         if isinstance(value, Symbolic):
             return ("symbol", expression(value))
         if isinstance(value, tuple | list):

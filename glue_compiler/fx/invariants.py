@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
+from glue_compiler import compat
 from glue_compiler.errors import GlueInvariantError
 from glue_compiler.fx import bodies
 from glue_compiler.fx.effects import EffectAnalysis, Kind
@@ -68,6 +69,7 @@ def _metadata(gm: fx.GraphModule, effects: EffectAnalysis) -> Iterator[str]:
         if len(recorded) != len(computed):
             yield f"'{node.name}' has {len(recorded)} results on record and {len(computed)} when run again"
         own = set(unbacked_in(again)) - {s for arg in node.all_input_nodes for s in unbacked_in(value_of(arg))}
+        own |= (node.meta.get("unbacked_bindings") or {}).keys()
         for old, new in zip(recorded, computed, strict=False):
             if problem := _difference(old, new, own):
                 yield f"'{node.name}' is on record as {_show(old)}, but its operands give {_show(new)} ({problem})"
@@ -88,11 +90,20 @@ def _difference(old: object, new: object, own: set[object]) -> str | None:
 
 
 def _same_number(old: object, new: object, own: set[object]) -> bool:
-    """Equal as expressions. A symbol that the second run made anew stands for any."""
+    """Equal as expressions. A symbol that comes into being at the node, in either run, stands for any number.
+
+    (2.11 gives a slice of unknown length a symbol at first, and a known length once the assertions are known.)
+    """
     if not isinstance(old, Symbolic) and not isinstance(new, Symbolic):
         return type(old) is not type(new) or not isinstance(old, int) or old == new
     first, second = expression(old), expression(new)
-    return bool(set(getattr(second, "free_symbols", ())) & own) or first == second
+    symbols = {*getattr(first, "free_symbols", ()), *getattr(second, "free_symbols", ())}
+    if symbols & own or first == second:
+        return True
+    # A number on record for what is now an expression was decided from a range.
+    shape_env = (old if isinstance(old, Symbolic) else new).node.shape_env  # type: ignore[attr-defined]
+    one_is_a_number = bool(getattr(first, "free_symbols", ())) != bool(getattr(second, "free_symbols", ()))
+    return one_is_a_number and compat.may_be_equal(first, second, shape_env)
 
 
 def _show(value: object) -> str:

@@ -217,7 +217,7 @@ class _Numberer:
             if isinstance(leaf, torch.Tensor) and not is_plain(leaf):
                 described.append((type(leaf), id(leaf)))
             elif isinstance(leaf, torch.Tensor):
-                shape = (tuple(map(number, leaf.shape)), tuple(map(number, leaf.stride())))
+                shape = tuple(tuple(map(number, n)) for n in (leaf.shape, leaf.stride(), [leaf.storage_offset()]))
                 described.append((leaf.dtype, leaf.device, shape, leaf.requires_grad))
             elif isinstance(leaf, Symbolic):
                 described.append((type(leaf), number(leaf)))

@@ -70,9 +70,12 @@ def expressions_of(value: Any) -> Iterator[Any]:
     """Every number in a value's metadata: sizes, strides and offsets of tensors, and symbols."""
     for leaf in leaves(value):
         if isinstance(leaf, torch.Tensor):
-            if not compat.is_functorch_wrapped(leaf):
-                numbers = (*leaf.shape, *(leaf.stride() if leaf.layout is torch.strided else ()))
-                yield from (expression(number) for number in numbers)
+            if compat.is_functorch_wrapped(leaf):
+                continue
+            yield from map(expression, leaf.shape)
+            if leaf.layout is torch.strided:
+                yield from map(expression, leaf.stride())
+                yield expression(leaf.storage_offset())  # 2.11: a slice of unknown length has an unknown offset
         elif isinstance(leaf, Symbolic):
             yield expression(leaf)
 

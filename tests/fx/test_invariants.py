@@ -79,11 +79,7 @@ def test_a_size_that_outlives_what_binds_it():
     gm = captured(lambda x: torch.arange(torch.nonzero(x).shape[0]) * 2, torch.ones(3))
     size = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.sym_size.int)[0]
     size.args = (gm.graph.find_nodes(op="placeholder")[0], 0)  # a known size, and u0 still on record downstream
-    with pytest.raises(
-        GlueInvariantError, match="uses the unbacked symbol u0, which nothing before it binds|on record"
-    ):
-        check(gm)
-    torch_nonzero = gm.graph.find_nodes(op="call_function", target=torch.nonzero)[0]
-    gm.graph.erase_node(torch_nonzero)
+    check(gm)  # u0 may be 3, and is bound
+    gm.graph.erase_node(gm.graph.find_nodes(op="call_function", target=torch.nonzero)[0])
     with pytest.raises(GlueInvariantError, match="uses the unbacked symbol u0, which nothing before it binds"):
         check(gm)
