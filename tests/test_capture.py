@@ -143,3 +143,30 @@ def test_reset_and_another_thread():
     thread.join()
     assert torch.equal(results[0], uses_item(torch.ones(3)))
     assert graph_count() == 1
+
+
+class SumsToItem(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 3)
+
+    def forward(self, x):
+        return uses_item(self.linear(x))
+
+
+def test_distributed_data_parallel_captures_too(tmp_path):
+    """DDP puts an optimizer of its own between Dynamo and the backend."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        module = torch.nn.parallel.DistributedDataParallel(SumsToItem())
+        session = Session()
+        compiled = torch.compile(module, backend=GlueBackend(session=session), options=OPTIONS)
+        x = torch.ones(2, 3)
+        expected = module.module(x)
+        actual = compiled(x)
+        torch.testing.assert_close(actual, expected)
+        actual.sum().backward()
+        assert module.module.linear.weight.grad is not None
+        assert not any(graph.graph_break for graph in session.graphs)
+    finally:
+        torch.distributed.destroy_process_group()

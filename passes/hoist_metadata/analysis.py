@@ -137,8 +137,9 @@ class _Planner:
             return "a tensor subclass"
         if storages_of(value) & self.numbering.written:
             return "its memory is written"
-        # Views of an input stay views of it; what the graph itself made must not be returned twice.
-        if self._own_storages(node) & self.numbering.returned:
+        # Two outputs must not become one object, nor share memory unless both are views of an input.
+        is_output = isinstance(value, torch.Tensor) and any(user.op == "output" for user in node.users)
+        if is_output or self._own_storages(node) & self.numbering.returned:
             return "the graph returns its memory, and two outputs must not share any"
         return None
 

@@ -274,6 +274,19 @@ def test_two_outputs_never_share_memory():
     assert any("returns its memory" in reason for reason in run.skip_reasons)
 
 
+def test_two_outputs_are_never_one_object():
+    """Eager returns two views of the input: changing the shape of one in place leaves the other."""
+
+    def fn(x):
+        return x.view(-1), x.view(-1)
+
+    run = compile_with_glue(fn)
+    first, second = run.call(torch.ones(2, 3))
+    first.unsqueeze_(0)
+    assert second.shape == (6,)
+    assert count(run.graph, "view") == 2
+
+
 def test_numbers_of_other_types_are_other_values():
     def fn(x):
         return (x * 1).cumsum(0), (x * 1.0).cumsum(0), (x * True).cumsum(0)
