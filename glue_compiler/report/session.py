@@ -67,9 +67,9 @@ class GraphReport:
         """Write to torch's structured trace."""
         compat.trace_artifact("glue_passes", lambda: json.dumps(self.as_json()), encoding="json")
         for p in self.passes:
-            if p.changed and p.before is not None:
-                compat.trace_artifact(f"glue_{p.name}_before", lambda p=p: p.before)
-                compat.trace_artifact(f"glue_{p.name}_after", lambda p=p: p.after)
+            for moment, text in (("before", p.before), ("after", p.after)):
+                if text is not None:
+                    compat.trace_artifact(f"glue_{p.name}_{moment}", text.__str__)
 
 
 def _pass_as_json(report: PassReport) -> dict[str, Any]:
@@ -139,8 +139,8 @@ class Session:
     def _write_graphs(self, folder: Path, report: GraphReport, gm: fx.GraphModule) -> None:
         changed = [p for p in report.passes if p.changed]
         for number, p in enumerate(changed, start=1):
-            for moment, source in (("before", p.before), ("after", p.after)):
-                self._write(folder, f"graph_{report.id:03d}/{number:02d}_{p.name}.{moment}.py", source)
+            for moment, text in (("before", p.before), ("after", p.after)):
+                self._write(folder, f"graph_{report.id:03d}/{number:02d}_{p.name}.{moment}.py", text or "")
         if not changed:
             self._write(folder, f"graph_{report.id:03d}/00_unchanged.py", render_graph(gm))
 
