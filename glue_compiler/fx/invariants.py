@@ -24,10 +24,29 @@ def check_graph(gm: fx.GraphModule, effects: EffectAnalysis) -> None:
     Raises:
         GlueInvariantError: names the node and what does not hold.
     """
-    for module in bodies.graph_modules(gm):
+    inside_a_mode: set[fx.Node] = set()
+    for module in bodies.graph_modules(gm):  # callers before the bodies they call
+        inside_a_mode |= _inside_a_mode(module, effects)
+        for node in inside_a_mode & set(module.graph.nodes):
+            inside_a_mode.update(inner for body in bodies.bodies_of(module, node) for inner in body.graph.nodes)
         module.graph.lint()
-        for problem in (*_structure(module), *_unbound_symbols(module, effects), *_metadata(module, effects)):
+        metadata = _metadata(module, effects, inside_a_mode)
+        for problem in (*_structure(module), *_unbound_symbols(module, effects), *metadata):
             raise GlueInvariantError(problem)
+
+
+def _inside_a_mode(gm: fx.GraphModule, effects: EffectAnalysis) -> set[fx.Node]:
+    """Nodes between the opening and the closing of a context such as autocast."""
+    opened: list[fx.Node] = []
+    inside: set[fx.Node] = set()
+    for node in gm.graph.nodes:
+        if effects.of(gm, node).kind is not Kind.MODE:
+            inside |= {node} if opened else set()
+        elif closed := [opened.index(arg) for arg in node.all_input_nodes if arg in opened]:
+            del opened[min(closed) :]
+        else:
+            opened.append(node)
+    return inside
 
 
 def _structure(gm: fx.GraphModule) -> Iterator[str]:
@@ -60,9 +79,10 @@ def _may_bind(gm: fx.GraphModule, node: fx.Node, effects: EffectAnalysis) -> boo
     return found.syncs or found.kind is not Kind.PURE
 
 
-def _metadata(gm: fx.GraphModule, effects: EffectAnalysis) -> Iterator[str]:
+def _metadata(gm: fx.GraphModule, effects: EffectAnalysis, inside_a_mode: set[fx.Node]) -> Iterator[str]:
     for node in gm.graph.nodes:
-        again = effects.result_of(node)
+        # Running again happens outside of the graph's own modes, which change dtypes.
+        again = effects.result_of(node) if node not in inside_a_mode else None
         if again is None:
             continue
         recorded, computed = list(leaves(value_of(node))), list(leaves(again))

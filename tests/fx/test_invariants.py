@@ -83,3 +83,19 @@ def test_a_size_that_outlives_what_binds_it():
     gm.graph.erase_node(gm.graph.find_nodes(op="call_function", target=torch.nonzero)[0])
     with pytest.raises(GlueInvariantError, match="uses the unbacked symbol u0, which nothing before it binds"):
         check(gm)
+
+
+def test_autocast_inside_the_graph_and_around_a_body():
+    """What runs inside has dtypes that its operands alone do not explain."""
+
+    def fn(x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            inside = torch.utils.checkpoint.checkpoint(lambda y: (y @ y) * 2, x, use_reentrant=False) + x @ x
+        return inside, x @ x
+
+    gm = captured(fn, torch.ones(3, 3, requires_grad=True))
+    check(gm)
+    outside = [node for node in gm.graph.nodes if "matmul" in str(node.target)][-1]
+    outside.meta["example_value"] = outside.meta["example_value"].to(torch.bfloat16)
+    with pytest.raises(GlueInvariantError, match="on record as torch.bfloat16"):
+        check(gm)

@@ -264,6 +264,17 @@ def test_two_regions_with_the_same_autocast_do_not():
     assert count(run.graph, "cumsum") == 1
 
 
+def test_a_graph_that_enters_autocast_is_rewritten_around_it():
+    def fn(x, w):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            low = x @ w
+        return low * x.cumsum(0), x.cumsum(0) * 2
+
+    run = compile_with_glue(fn)
+    assert_same_bits(fn, run.call, [torch.randn(3, 3), torch.randn(3, 3)])
+    assert count(run.graph, "cumsum") == 1
+
+
 def test_two_outputs_never_share_memory():
     def fn(x):
         return x + 1, x + 1
