@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from types import CodeType
 from typing import Any, Protocol
 
-from glue_compiler import compat
+from glue_compiler import compat, registry
+from glue_compiler.expert_capture import UnrolledLoops
+from glue_compiler.options import parse_options
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +49,25 @@ def convert_frame(convert: Callable[[], Any], record: Callable[[CaptureEvent], N
     return _convert(convert, record)
 
 
+def convert_frame_with_loops(convert: Callable[[], Any], record: Callable[[CaptureEvent], None]) -> Any:
+    """Convert one frame with loops over hit experts unrolled, and once more as it is if one is not proved."""
+    unrolled = UnrolledLoops()
+    try:
+        with unrolled.capturing():
+            result = convert_frame(convert, record)
+    except Exception as error:
+        if not unrolled.loops:
+            raise
+        reason = _first_line(error)
+    else:
+        if unrolled.all_proved():
+            return result
+        reason = "a loop over the hit experts is not proved to do nothing for the others"
+    log.info("a frame is converted again, its loops over experts left to Dynamo: %s", reason)
+    record(CaptureEvent(reason, retried=True))
+    return convert_frame(convert, record)
+
+
 def _convert(convert: Callable[[], Any], record: Callable[[CaptureEvent], None]) -> Any:
     try:
         return convert()
@@ -75,6 +96,11 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"
 
 
+def _groups_experts(stored: Mapping[str, Any]) -> bool:
+    options = parse_options(stored.get("options"), stored.get("mode"), registry.pass_names())
+    return any(p.name == "group_experts" and options.is_enabled(p.name, p.default) for p in registry.all_passes())
+
+
 class FrameOwner(Protocol):
     """A backend, as this module sees it."""
 
@@ -90,6 +116,7 @@ def install(backend_class: type[FrameOwner]) -> None:
 
     def hook(backend: FrameOwner, stored: Mapping[str, Any], code: CodeType, convert: Callable[[], Any]) -> Any:
         backend.begin_frame(stored, code)
-        return convert_frame(convert, lambda event: backend.record_capture(stored, event))
+        convert_one = convert_frame_with_loops if _groups_experts(stored) else convert_frame
+        return convert_one(convert, lambda event: backend.record_capture(stored, event))
 
     compat.install_frame_hook(lambda backend: isinstance(backend, backend_class), hook)

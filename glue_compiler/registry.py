@@ -7,7 +7,10 @@ from importlib import import_module
 
 from glue_compiler.graph_pass import GraphPass
 
-_BUILT_IN = ("glue_compiler.passes.hoist_metadata:HoistMetadata",)
+_BUILT_IN = (
+    "glue_compiler.passes.group_experts:GroupExperts",
+    "glue_compiler.passes.hoist_metadata:HoistMetadata",
+)
 
 
 @functools.cache

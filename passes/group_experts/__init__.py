@@ -1,0 +1,52 @@
+"""group_experts: a loop over experts becomes one sort and grouped products."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, ClassVar
+
+from torch import fx
+
+from glue_compiler.fx import bodies
+from glue_compiler.fx.value_numbering import number_values
+from glue_compiler.graph_pass import Numerics, PassContext, PassResult, Skip, Stage
+from glue_compiler.passes.group_experts.analysis import plan_grouping
+from glue_compiler.passes.group_experts.rewrite import erase_dead_counts, group
+from glue_compiler.passes.group_experts.unrolled import proved_loops
+
+
+class GroupExperts:
+    """Compute all experts of a loop at once: no ``nonzero`` for each expert, and no host sync.
+
+    Counts: ``loops_grouped``, ``experts_grouped`` (over all loops).
+    """
+
+    name: ClassVar[str] = "group_experts"
+    stage: ClassVar[Stage] = Stage.CAPTURED
+    numerics: ClassVar[Numerics] = Numerics.CLOSE
+    default: ClassVar[bool] = False
+    requires: ClassVar[frozenset[str]] = frozenset()
+    provides: ClassVar[frozenset[str]] = frozenset()
+    conflicts: ClassVar[frozenset[str]] = frozenset()
+
+    def cache_options(self, options: Any) -> Any:
+        return None
+
+    def run(self, graph: fx.GraphModule, context: PassContext) -> PassResult:
+        counts: Counter[str] = Counter()
+        skips: dict[Skip, None] = {}
+        modules = list(bodies.graph_modules(graph))
+        numbers = number_values(graph, context.effects).numbers
+        plans = [(module, plan_grouping(module, numbers, context.effects)) for module in modules]
+        for module, plan in plans:
+            proved, unproved = proved_loops(module, plan.loops, numbers, context.effects)
+            skips.update(dict.fromkeys(unproved))
+            for loop in plan.loops:
+                group(module, loop, context.effects)
+                counts["loops_grouped"] += 1
+                counts["experts_grouped"] += loop.num_experts
+            erase_dead_counts(module, proved)
+            for unrolled in proved:
+                unrolled.proved = True
+            skips.update(dict.fromkeys(plan.skips))
+        return PassResult(changed=bool(counts), counts=dict(counts), skips=tuple(skips))

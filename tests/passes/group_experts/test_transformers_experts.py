@@ -1,0 +1,73 @@
+"""Unmodified transformers models with their eager expert loops: one graph, no nonzero, eager's gradients."""
+
+import pytest
+import torch
+
+from tests.captured import compile_with_glue, count
+
+transformers = pytest.importorskip("transformers", minversion="5.0")
+
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+    "max_position_embeddings": 64,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+MODELS = {
+    "mixtral": {"num_local_experts": 4},
+    "qwen2_moe": {"num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
+    "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 16, "head_dim": 8},
+    "olmoe": {"num_experts": 4},
+    "gpt_oss": {"num_local_experts": 4, "head_dim": 8},
+    "phimoe": {"num_local_experts": 4},
+    "granitemoe": {"num_local_experts": 4},
+}
+
+
+def model_of(name):
+    config = transformers.AutoConfig.for_model(name, **SMALL, **MODELS[name], num_experts_per_tok=2)
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, experts_implementation="eager", attn_implementation="eager"
+    )
+    for parameter in model.parameters():
+        if parameter.dim() > 1:  # experts start as zeros in some
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model.float().eval()  # phimoe draws random numbers in training
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_one_graph_without_nonzero(name):
+    model = model_of(name)
+    ids = torch.randint(0, 64, (2, 9))
+    target = torch.randn(2, 9, 64)
+
+    def step(call):
+        model.zero_grad()
+        logits = call(input_ids=ids, use_cache=False).logits
+        (logits * target).sum().backward()
+        return [logits.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
+
+    expected = step(model)
+    run = compile_with_glue(model, fullgraph=False, passes={"group_experts": True})
+    for want, got in zip(expected, step(run.call), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
+    assert run.counts == {"loops_grouped": 2, "experts_grouped": 8}
+    assert count(run.graph, torch.nonzero, "nonzero") == 0
+    assert not [n for n in run.graph.graph.nodes if n.target is torch.where and len(n.args) == 1]
+
+
+def test_nonzero_is_not_run_forward_or_backward():
+    model = model_of("qwen3_moe")
+    ids = torch.randint(0, 64, (2, 9))
+    call = compile_with_glue(model, passes={"group_experts": True}).call
+    call(input_ids=ids, use_cache=False).logits.sum().backward()
+    with torch.profiler.profile() as profile:
+        call(input_ids=ids, use_cache=False).logits.sum().backward()
+    names = [event.name for event in profile.events()]
+    assert "glue::expert_sort" in names
+    assert "aten::nonzero" not in names
