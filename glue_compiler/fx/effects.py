@@ -255,6 +255,18 @@ class _Recorder(TorchDispatchMode):
         return Kind.OPAQUE if self.random or self.foreign else Kind.PURE
 
 
+def open_or_close(contexts: list[fx.Node], node: fx.Node) -> None:
+    """Update ``contexts``, the nodes that opened the contexts around here, for ``node`` of kind MODE.
+
+    A node that takes one of them closes it, and those inside of it; any other opens one.
+    """
+    closed = [contexts.index(arg) for arg in node.all_input_nodes if arg in contexts]
+    if closed:
+        del contexts[min(closed) :]
+    else:
+        contexts.append(node)
+
+
 def _copies_to_host(args: Any, result: Any) -> bool:
     devices = {tensor.device.type for tensor in tensors_in(args)}
     return "cuda" in devices and any(tensor.device.type == "cpu" for tensor in tensors_in(result))

@@ -10,7 +10,7 @@ from torch import fx
 from glue_compiler import compat
 from glue_compiler.errors import GlueInvariantError
 from glue_compiler.fx import bodies
-from glue_compiler.fx.effects import EffectAnalysis, Kind
+from glue_compiler.fx.effects import EffectAnalysis, Kind, open_or_close
 from glue_compiler.fx.values import Symbolic, expression, leaves, unbacked_in, value_of
 
 
@@ -40,12 +40,10 @@ def _inside_a_mode(gm: fx.GraphModule, effects: EffectAnalysis) -> set[fx.Node]:
     opened: list[fx.Node] = []
     inside: set[fx.Node] = set()
     for node in gm.graph.nodes:
-        if effects.of(gm, node).kind is not Kind.MODE:
-            inside |= {node} if opened else set()
-        elif closed := [opened.index(arg) for arg in node.all_input_nodes if arg in opened]:
-            del opened[min(closed) :]
-        else:
-            opened.append(node)
+        if effects.of(gm, node).kind is Kind.MODE:
+            open_or_close(opened, node)
+        elif opened:
+            inside.add(node)
     return inside
 
 

@@ -20,7 +20,7 @@ from torch import fx
 
 from glue_compiler.fx import bodies
 from glue_compiler.fx.bodies import BodyCall
-from glue_compiler.fx.effects import EffectAnalysis, Effects, Kind
+from glue_compiler.fx.effects import EffectAnalysis, Effects, Kind, open_or_close
 from glue_compiler.fx.values import (
     StorageKey,
     Symbolic,
@@ -101,7 +101,7 @@ class _Numberer:
         self.by_call: dict[Any, fx.Node] = {}
         self.last_write: dict[StorageKey, int] = defaultdict(int)
         self.last_barrier = 0
-        self.mode: list[tuple[fx.Node, str]] = []
+        self.mode: list[fx.Node] = []
         root = Scope(gm)
         self.out = Numbering(root, [root], {}, defaultdict(list), {}, set(), set(), {}, [])
 
@@ -148,7 +148,7 @@ class _Numberer:
     def _operator(self, scope: Scope, node: fx.Node) -> None:
         effects = self.out.effects[node] = self.analysis.of(scope.module, node)
         if effects.kind is Kind.MODE:
-            self._change_mode(node)
+            open_or_close(self.mode, node)
         if effects.kind in (Kind.PURE, Kind.ASSERT):
             number = self._pure(node, effects)
         else:
@@ -162,17 +162,8 @@ class _Numberer:
             self.last_write[storage] = next(self.clock)
         self.out.written |= effects.writes
 
-    def _change_mode(self, node: fx.Node) -> None:
-        """A node that takes a node of an open context closes it; any other opens one."""
-        opened_by = [opened for opened, _ in self.mode]
-        closes = [opened_by.index(arg) for arg in node.all_input_nodes if arg in opened_by]
-        if closes:
-            del self.mode[min(closes) :]
-        else:
-            self.mode.append((node, f"{node.target} {node.args} {node.kwargs}"))
-
     def _mode_now(self) -> Mode:
-        return tuple(description for _, description in self.mode)
+        return tuple(f"{node.target} {node.args} {node.kwargs}" for node in self.mode)
 
     def _pure(self, node: fx.Node, effects: Effects) -> Number:
         call = (effects.kind, node.op, node.target if effects.kind is Kind.PURE else "assert")

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import fx
 
-from glue_compiler.fx.effects import Effects, Kind
+from glue_compiler.fx.effects import Effects, Kind, open_or_close
 from glue_compiler.passes.group_experts.left_alone import LeftAlone
 
 GradMode = bool | None
@@ -27,11 +27,7 @@ class Modes:
             if kind is Kind.GRAD_MODE:
                 grad = bool(node.args[0])
             elif kind is Kind.MODE:
-                closed = [context for context in contexts if context in node.all_input_nodes]
-                if closed:
-                    del contexts[contexts.index(closed[0]) :]
-                else:
-                    contexts.append(node)
+                open_or_close(contexts, node)
 
     def check_uniform(self, nodes: Sequence[fx.Node]) -> None:
         """Raises LeftAlone unless all of them run in one mode."""
