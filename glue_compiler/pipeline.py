@@ -144,7 +144,7 @@ def pass_uuid(graph_pass: GraphPass) -> bytes:
 @functools.cache
 def _toolkit_sources() -> tuple[Path, ...]:
     folder = Path(__file__).parent
-    return tuple(sorted([*folder.glob("*.py"), *(folder / "fx").glob("*.py")]))
+    return tuple(sorted([*folder.glob("*.py"), *(folder / "fx").glob("*.py"), *(folder / "compat").glob("*.py")]))
 
 
 def _save(gm: fx.GraphModule) -> list[tuple[fx.GraphModule, fx.Graph]]:

@@ -1,0 +1,116 @@
+"""Dynamo: one call for each frame that is compiled, its failures, what it left on a graph."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from glue_compiler.errors import GlueError
+
+
+def patch_dynamo(flags: Mapping[str, Any]) -> contextlib.AbstractContextManager[None]:
+    """Set Dynamo's config flags for a while."""
+    return torch._dynamo.config.patch(dict(flags))
+
+
+def dynamo_flags(names: Sequence[str]) -> dict[str, bool]:
+    return {name: getattr(torch._dynamo.config, name) for name in names}
+
+
+def is_compiled(model: Any) -> bool:
+    return isinstance(model, torch._dynamo.OptimizedModule) or hasattr(model, "_torchdynamo_orig_callable")
+
+
+def forget_compiled(codes: Iterable[types.CodeType]) -> None:
+    """Drop what Dynamo compiled for these code objects."""
+    from torch._dynamo.eval_frame import reset_code
+
+    for code in codes:
+        reset_code(code)
+
+
+FrameHook = Callable[[Any, Mapping[str, Any], types.CodeType, Callable[[], Any]], Any]
+"""Called with: compiler function, keyword arguments that torch.compile stored for it, the frame's code, convert."""
+
+
+def install_frame_hook(is_ours: Callable[[Any], bool], hook: FrameHook) -> None:
+    """From now on, call ``hook`` around the conversion of each frame that is compiled for a backend of ours.
+
+    A hook at this place costs a *call* of a compiled module nothing, and other backends' compiles one ``if``:
+    ``backend_ctx_ctor``, which Dynamo has for such purposes, is dropped by ``torch.compile`` (2.11 to 2.15), and
+    it would be entered at each call and stay on while the model runs.
+    """
+    from torch._dynamo.convert_frame import ConvertFrameAssert
+
+    original = ConvertFrameAssert.__call__
+    if hasattr(original, "glue_hook"):
+        return
+
+    @functools.wraps(original)
+    def convert_frame(self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
+        compiler_fn, stored = _innermost_backend(self._torchdynamo_orig_backend)
+        if not is_ours(compiler_fn):
+            return original(self, frame, *args, **kwargs)
+        return hook(compiler_fn, stored, frame.f_code, lambda: original(self, frame, *args, **kwargs))
+
+    convert_frame.glue_hook = hook  # type: ignore[attr-defined]
+    ConvertFrameAssert.__call__ = convert_frame  # type: ignore[method-assign]
+
+
+def _innermost_backend(backend: Any) -> tuple[Any, Mapping[str, Any]]:
+    """Look through what Dynamo, ``torch.compile`` and DDP wrap around a backend."""
+    stored: Mapping[str, Any] = {}
+    while True:
+        behind_ddp = getattr(getattr(backend, "__self__", None), "backend_compile_fn", None)
+        if behind_ddp is not None:  # DDPOptimizer.compile_fn
+            backend = behind_ddp
+        elif hasattr(backend, "_torchdynamo_orig_backend"):  # WrapBackendDebug
+            backend = backend._torchdynamo_orig_backend
+        elif type(backend).__name__ == "_TorchCompileWrapper":
+            stored, backend = backend.kwargs, backend.compiler_fn
+        elif isinstance(backend, functools.partial):
+            stored, backend = {**backend.keywords, **stored}, backend.func
+        else:
+            return backend, stored
+
+
+def is_soft_failure(error: BaseException) -> bool:
+    """True for what Dynamo answers by leaving a frame to eager: graph breaks that it cannot resume from."""
+    from torch._dynamo import exc
+
+    return isinstance(error, exc.Unsupported | exc.UserError | exc.SkipFrame)
+
+
+def is_recompile_limit(error: BaseException) -> bool:
+    from torch._dynamo import exc
+
+    kinds = [getattr(exc, name, None) for name in ("RecompileLimitExceeded", "FailOnRecompileLimitHit")]
+    return isinstance(error, tuple(kind for kind in kinds if kind))
+
+
+def error_chain(error: BaseException | None) -> Iterator[BaseException]:
+    """``error`` and all that it was raised from or while handling."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        inner = getattr(error, "inner_exception", None)  # BackendCompilerFailed
+        error = inner or error.__cause__ or error.__context__
+
+
+def is_data_dependent_failure(error: BaseException) -> bool:
+    """Did tracing fail because a Python decision needs a value that only exists at run time?"""
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    return any(
+        isinstance(e, GuardOnDataDependentSymNode) or "data-dependent" in str(e).lower() for e in error_chain(error)
+    )
+
+
+def glue_error_in(error: BaseException) -> GlueError | None:
+    return next((e for e in error_chain(error) if isinstance(e, GlueError)), None)

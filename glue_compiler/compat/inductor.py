@@ -1,0 +1,99 @@
+"""Inductor: its options, its entry, its cache keys."""
+
+from __future__ import annotations
+
+import functools
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from glue_compiler.compat.versions import version_at_least
+from glue_compiler.errors import GlueOptionError
+
+
+def inductor_mode_options(mode: str | None) -> Mapping[str, Any]:
+    """The Inductor options that ``torch.compile(mode=...)`` stands for. Raises GlueOptionError on an unknown mode."""
+    if mode in (None, "default"):
+        return {}
+    from torch._inductor import list_mode_options
+
+    try:
+        return list_mode_options(mode) or {}
+    except RuntimeError as error:  # 2.11 to 2.15: "Unrecognized mode=..., should be one of: ..."
+        raise GlueOptionError(str(error)) from None
+
+
+@functools.cache
+def inductor_option_names() -> frozenset[str]:
+    from torch._inductor import config
+
+    return frozenset(config.get_config_copy())
+
+
+def is_inductor_option(name: str) -> bool:
+    return name.replace("-", "_") in inductor_option_names()
+
+
+def checked_inductor_option(name: str, value: Any) -> Any:
+    """``value``, if Inductor's option ``name`` takes its type: the check that ``backend="inductor"`` makes."""
+    from torch._inductor import config
+
+    expected = config.get_type(name.replace("-", "_"))  # type: ignore[attr-defined]
+    if typing.get_origin(expected) is None and not isinstance(value, expected):
+        raise GlueOptionError(f"Inductor's option '{name}' is of type {expected.__name__}, not {value!r}")
+    return value
+
+
+def compile_with_inductor(
+    gm: fx.GraphModule, inputs: Sequence[Any], config_patches: Mapping[str, Any]
+) -> Callable[..., Any]:
+    from torch._inductor.compile_fx import compile_fx
+
+    compiled: Any = compile_fx(gm, inputs, config_patches=dict(config_patches))
+    return cast(Callable[..., Any], compiled)
+
+
+def compile_with_aot_eager(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    from torch._dynamo.backends.debugging import aot_eager
+
+    return aot_eager(gm, list(inputs))
+
+
+def cache_key_patch(uuid: bytes, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Inductor options that put ``uuid`` into the keys of its caches and of AOTAutograd's, and do nothing else.
+
+    Inductor hashes the ``uuid()`` of custom passes, so a pass that does nothing carries ours. It goes beside the pass
+    that the user has set, in ``options`` or in Inductor's config.
+    """
+    from torch._inductor import config
+
+    existing = options.get("post_grad_custom_pre_pass", config.post_grad_custom_pre_pass)
+    key = CacheKeyPass(uuid)
+    if existing is None:
+        return {"post_grad_custom_pre_pass": key}
+    if version_at_least(2, 13):  # lists of passes came with 2.13
+        passes = list(existing) if isinstance(existing, list | tuple) else [existing]
+        return {"post_grad_custom_pre_pass": [*passes, key]}
+    return {"post_grad_custom_pre_pass": CacheKeyPass(uuid, existing)}
+
+
+class CacheKeyPass(torch._inductor.custom_graph_pass.CustomGraphPass):
+    """A post-grad pass that changes nothing and whose uuid is glue's part of the cache key."""
+
+    def __init__(self, key: bytes, inner: Callable[[fx.Graph], None] | None = None) -> None:
+        self.key = key
+        self.inner = inner
+
+    def __call__(self, graph: fx.Graph) -> None:
+        if self.inner is not None:
+            self.inner(graph)
+
+    def uuid(self) -> Any | None:
+        if self.inner is None:
+            return self.key
+        inner_uuid = getattr(self.inner, "uuid", lambda: None)()
+        # None means "do not cache", which the user's own pass may ask for.
+        return None if inner_uuid is None else (self.key, inner_uuid)

@@ -1,0 +1,100 @@
+"""Fake tensors and symbols."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+
+def fake_mode_of(tensors: Sequence[torch.Tensor]) -> Any | None:
+    """The FakeTensorMode that the first fake tensor belongs to, or None.
+
+    Not ``torch._guards.detect_fake_mode``: while a backend runs, that is another mode than the one which Dynamo
+    traced with, whose tensors are on the nodes. Both have the same ShapeEnv.
+    """
+    return next((tensor.fake_mode for tensor in tensors if isinstance(tensor, fake_tensor_type())), None)  # type: ignore[attr-defined]
+
+
+def is_unbacked(symbol: Any) -> bool:
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    return bool(free_unbacked_symbols(symbol))
+
+
+def unbacked_symbols(value: Any) -> set[Any]:
+    """The unbacked sympy symbols in a SymInt, an expression, a tensor's shape, or a nest of those."""
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    return set(free_unbacked_symbols(value))
+
+
+def rename_unbacked(shape_env: Any, old: Any, new: Any) -> None:
+    """Make the unbacked symbol ``old`` read as ``new`` in every expression of ``shape_env``."""
+    shape_env._rename_unbacked_to(old, new)
+
+
+@contextlib.contextmanager
+def speculation(fake_mode: Any, shape_env: Any) -> Iterator[None]:
+    """Run operators on fake tensors without leaving guards or unbacked symbols behind."""
+    with contextlib.ExitStack() as stack:
+        if fake_mode is not None:
+            stack.enter_context(fake_mode)
+        if shape_env is not None:
+            stack.enter_context(shape_env.suppress_guards())
+            stack.enter_context(shape_env.ignore_fresh_unbacked_symbols())
+        yield
+
+
+@contextlib.contextmanager
+def restored_on_error(shape_env: Any) -> Iterator[None]:
+    """Undo what was renamed in ``shape_env`` if the body raises."""
+    if shape_env is None:
+        yield
+        return
+    names = ("replacements", "unbacked_renamings", "var_to_range", "replacements_slocs")
+    saved = {name: dict(getattr(shape_env, name)) for name in names if hasattr(shape_env, name)}
+    try:
+        yield
+    except BaseException:
+        for name, content in saved.items():
+            attribute = getattr(shape_env, name)
+            attribute.clear()
+            attribute.update(content)
+        # The version is what ShapeEnv's memoised simplifications are keyed on.
+        shape_env._update_version_counter()
+        raise
+
+
+def upper_bound(expression: Any, shape_env: Any) -> int | None:
+    """The value of ``expression`` when the graph was captured, or with unbacked symbols the most it can be, or None."""
+    if shape_env is None:
+        return None
+    value = shape_env.replace(expression)
+    if is_unbacked(value):
+        bound = shape_env.bound_sympy(value).upper
+        return int(bound) if bound.is_Integer else None
+    return int(value.xreplace(shape_env.backed_var_to_val))
+
+
+def may_be_equal(first: Any, second: Any, shape_env: Any) -> bool:
+    """Can two expressions of unbacked symbols be equal, as far as the symbols' ranges tell?"""
+    return is_unbacked(first - second) and 0 in shape_env.bound_sympy(first - second)
+
+
+@functools.cache
+def fake_tensor_type() -> type:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return FakeTensor
+
+
+def is_functorch_wrapped(tensor: torch.Tensor) -> bool:
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def is_real(tensor: torch.Tensor) -> bool:
+    return not isinstance(tensor, fake_tensor_type()) and tensor.device.type != "meta"
