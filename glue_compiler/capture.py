@@ -14,7 +14,7 @@ from types import CodeType
 from typing import Any, Protocol
 
 from glue_compiler import compat, registry
-from glue_compiler.expert_capture import UnrolledLoops
+from glue_compiler.expert_capture import SpeculativeRegions
 from glue_compiler.options import parse_options
 
 log = logging.getLogger(__name__)
@@ -49,20 +49,27 @@ def convert_frame(convert: Callable[[], Any], record: Callable[[CaptureEvent], N
     return _convert(convert, record)
 
 
-def convert_frame_with_loops(convert: Callable[[], Any], record: Callable[[CaptureEvent], None]) -> Any:
-    """Convert one frame with loops over hit experts unrolled, and once more as it is if one is not proved."""
-    unrolled = UnrolledLoops()
+def convert_frame_with_loops(
+    convert: Callable[[], Any],
+    record: Callable[[CaptureEvent], None],
+    shortened: frozenset[tuple[CodeType, int]] = frozenset(),
+) -> Any:
+    """Convert one frame with loops over experts traced for all experts, and once more as it is if one is not proved."""
+    speculative = SpeculativeRegions(shortened)
     try:
-        with unrolled.capturing():
+        with speculative.capturing():
             result = convert_frame(convert, record)
     except Exception as error:
-        if not unrolled.loops:
+        if not speculative.regions:
             raise
         reason = _first_line(error)
     else:
-        if unrolled.all_proved():
+        if speculative.all_harmless():
             return result
-        reason = "a loop over the hit experts is not proved to do nothing for the others"
+        reason = "code of a loop over experts is not proved to do nothing for experts without rows"
+    if speculative.overran() - shortened:
+        # A mask with a class for "no expert": the weights end one earlier, and eager would fail there too.
+        return convert_frame_with_loops(convert, record, shortened | speculative.overran())
     log.info("a frame is converted again, its loops over experts left to Dynamo: %s", reason)
     record(CaptureEvent(reason, retried=True))
     return convert_frame(convert, record)

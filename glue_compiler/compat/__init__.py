@@ -27,7 +27,7 @@ from glue_compiler.compat.inductor import (
     inductor_option_names,
     is_inductor_option,
 )
-from glue_compiler.compat.loop_capture import instruction_index, loop_about_to_start, traced_iteration
+from glue_compiler.compat.loop_capture import instruction_index, known_index, loop_about_to_start, traced_iteration
 from glue_compiler.compat.symbols import (
     fake_mode_of,
     fake_tensor_type,
@@ -82,6 +82,7 @@ __all__ = [
     "is_recompile_limit",
     "is_soft_failure",
     "is_unbacked",
+    "known_index",
     "loop_about_to_start",
     "may_be_equal",
     "observed",

@@ -7,27 +7,33 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import fx
 
 
 @contextlib.contextmanager
 def traced_iteration(
     length_of: Callable[[Any, fx.Node], int | None],
-    mutated: Callable[[], None],
+    decide: Callable[[Any, Any], bool | None],
+    created: Callable[[Any], None],
+    mutated: Callable[[Any], None],
     made: Callable[[fx.Node], None],
 ) -> Iterator[None]:
-    """While Dynamo traces, iterate a tensor of unknown length as the tuples ``(0,)``, ``(1,)``, ... .
+    """While Dynamo traces, iterate a tensor of unknown length as ``tensor([0])``, ``tensor([1])``, ... of known value.
 
     Args:
-        length_of: called with Dynamo's translator and the node that is iterated; how many tuples, or None for Dynamo's
+        length_of: called with Dynamo's translator and the node that is iterated; how many items, or None for Dynamo's
             own way.
-        mutated: called whenever Dynamo notes that traced code changed a Python object.
+        decide: called with Dynamo's translator and the sympy expression of a condition that Dynamo is to branch on; its
+            value, or None for Dynamo's own way.
+        created: called whenever traced code makes a Python object that can change, with a token that stands for it.
+        mutated: called whenever traced code changes a Python object, with its token.
         made: called with each node that Dynamo adds to a graph.
     """
     from torch._dynamo.output_graph import SubgraphTracer
     from torch._dynamo.side_effects import SideEffects
-    from torch._dynamo.variables.base import VariableTracker
-    from torch._dynamo.variables.tensor import TensorVariable
+    from torch._dynamo.variables.base import MutationType
+    from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 
     saved: list[tuple[type, str, Any]] = []
 
@@ -41,16 +47,33 @@ def traced_iteration(
             length = length_of(tx, self.as_proxy().node) if idxes is None else None
             if length is None:
                 return original(self, tx, idxes)
-            return [VariableTracker.build(tx, (i,)) for i in range(length)]
+            return [_hit_variable()(i) for i in range(length)]
 
         return unpack_var_sequence
 
+    def decided(original: Any) -> Any:
+        def evaluate_expr(self: Any, output_graph: Any = None) -> Any:
+            if output_graph is not None and isinstance(self.sym_num, torch.SymBool):
+                value = decide(output_graph.current_tx, self.sym_num.node.expr)
+                if value is not None:
+                    return value
+            return original(self, output_graph)
+
+        return evaluate_expr
+
     def noted(original: Any) -> Any:
-        def note(self: Any, *args: Any, **kwargs: Any) -> Any:
-            mutated()
-            return original(self, *args, **kwargs)
+        def note(self: Any, variable: Any, *args: Any, **kwargs: Any) -> Any:
+            mutated(variable.mutation_type)
+            return original(self, variable, *args, **kwargs)
 
         return note
+
+    def born(original: Any) -> Any:
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            created(self)
+
+        return __init__
 
     def watched(original: Any) -> Any:
         def create_proxy(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -61,7 +84,9 @@ def traced_iteration(
         return create_proxy
 
     patch(TensorVariable, "unpack_var_sequence", unpack)
+    patch(SymNodeVariable, "evaluate_expr", decided)
     patch(SubgraphTracer, "create_proxy", watched)
+    patch(MutationType, "__init__", born)
     for name in ("mutation", "store_attr", "store_instance_dict_attr", "store_cell", "store_global"):
         if hasattr(SideEffects, name):
             patch(SideEffects, name, noted)
@@ -70,6 +95,53 @@ def traced_iteration(
     finally:
         for owner, name, original in reversed(saved):
             setattr(owner, name, original)
+
+
+@functools.cache
+def _hit_variable() -> type:
+    from torch._dynamo.variables.base import VariableTracker
+    from torch._dynamo.variables.constant import ConstantVariable
+
+    class HitVariable(VariableTracker):
+        """``tensor([index])``, whose value is known while tracing. What is not written here Dynamo refuses to trace."""
+
+        def __init__(self, index: int, **kwargs: Any) -> None:
+            super().__init__(**kwargs)
+            self.index = index
+
+        def python_type(self) -> type:
+            return torch.Tensor
+
+        def as_proxy(self) -> Any:
+            return known_index(self.index)
+
+        def _item(self, tx: Any, key: Any) -> Any:
+            if not key.is_python_constant() or key.as_python_constant() != 0:
+                return super().call_method(tx, "__getitem__", [key], {})
+            return ConstantVariable.create(self.index)
+
+        def mp_subscript_impl(self, tx: Any, key: Any) -> Any:  # from 2.12 on
+            return self._item(tx, key)
+
+        def nb_index_impl(self, tx: Any) -> Any:  # from 2.12 on
+            return ConstantVariable.create(self.index)
+
+        def __index__(self) -> int:  # 2.11 calls operator.index on the variable itself
+            return self.index
+
+        def call_method(self, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+            if name == "item" and not args and not kwargs:
+                return ConstantVariable.create(self.index)
+            if name == "__getitem__" and len(args) == 1 and not kwargs:
+                return self._item(tx, args[0])
+            return super().call_method(tx, name, args, kwargs)
+
+    return HitVariable
+
+
+def known_index(index: int) -> slice:
+    """What ``x[tensor([index])]`` is traced as: the same elements, as long as it is the only index."""
+    return slice(index, index + 1, 1)
 
 
 def instruction_index(frame: Any) -> int | None:

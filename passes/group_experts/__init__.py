@@ -12,7 +12,7 @@ from glue_compiler.fx.value_numbering import number_values
 from glue_compiler.graph_pass import Numerics, PassContext, PassResult, Skip, Stage
 from glue_compiler.passes.group_experts.analysis import plan_grouping
 from glue_compiler.passes.group_experts.rewrite import erase_dead_counts, group
-from glue_compiler.passes.group_experts.unrolled import proved_loops
+from glue_compiler.passes.group_experts.speculation import proved_regions
 
 
 class GroupExperts:
@@ -39,14 +39,14 @@ class GroupExperts:
         numbers = number_values(graph, context.effects).numbers
         plans = [(module, plan_grouping(module, numbers, context.effects)) for module in modules]
         for module, plan in plans:
-            proved, unproved = proved_loops(module, plan.loops, numbers, context.effects)
+            proved, unproved = proved_regions(module, plan.loops, numbers, context.effects)
             skips.update(dict.fromkeys(unproved))
             for loop in plan.loops:
                 group(module, loop, context.effects)
                 counts["loops_grouped"] += 1
                 counts["experts_grouped"] += loop.num_experts
             erase_dead_counts(module, proved)
-            for unrolled in proved:
-                unrolled.proved = True
+            for region in proved:
+                region.proved = True
             skips.update(dict.fromkeys(plan.skips))
         return PassResult(changed=bool(counts), counts=dict(counts), skips=tuple(skips))

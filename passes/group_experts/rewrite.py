@@ -14,7 +14,7 @@ from torch import fx
 import glue_compiler.ops  # noqa: F401  registers torch.ops.glue
 from glue_compiler import compat
 from glue_compiler.errors import GlueInvariantError
-from glue_compiler.expert_capture import HITS, UnrolledLoop
+from glue_compiler.expert_capture import HITS, SpeculativeRegion
 from glue_compiler.fx.effects import EffectAnalysis
 from glue_compiler.fx.values import requires_grad, value_of
 from glue_compiler.passes.group_experts.analysis import ExpertLoop
@@ -61,7 +61,7 @@ def group(gm: fx.GraphModule, loop: ExpertLoop, analysis: EffectAnalysis) -> Non
     gm.recompile()
 
 
-def erase_dead_counts(gm: fx.GraphModule, proved: Collection[UnrolledLoop]) -> None:
+def erase_dead_counts(gm: fx.GraphModule, proved: Collection[SpeculativeRegion]) -> None:
     """Erase the vectors of hit experts that only the loops over them used, with what they were counted from."""
     for hits in [node for node in gm.graph.nodes if node.meta.get(HITS) in proved]:
         waiting = [hits]

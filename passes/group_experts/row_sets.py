@@ -175,9 +175,18 @@ def _subscript(mask: Mask, index: Any) -> Mask | None:
             left.pop(0)
         elif type(item) is int and left[0] == ONE:
             left.pop(0)
+        elif left[0] == EXPERT and expert is None and _selects_one(item):
+            expert = item.start
+            axes.append(ONE)
+            left.pop(0)
         else:
             return None
     return replace(mask, axes=(*axes, *left), expert=expert)
+
+
+def _selects_one(item: Any) -> bool:
+    """``slice(e, e + 1)``, which also stands for ``tensor([e])``."""
+    return isinstance(item, slice) and type(item.start) is int and item.start >= 0 and item.stop == item.start + 1
 
 
 def _rank(node: fx.Node) -> int:

@@ -1,0 +1,117 @@
+"""Proves of code that was traced although it might not have run that running it does nothing then."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from glue_compiler.expert_capture import HITS, REGIONS, NonEmptyBranch, SpeculativeRegion, UnrolledLoop
+from glue_compiler.fx.effects import EffectAnalysis, Kind
+from glue_compiler.fx.values import expression, source_line, value_of
+from glue_compiler.graph_pass import Skip
+from glue_compiler.passes.group_experts.analysis import ExpertLoop
+from glue_compiler.passes.group_experts.expert_bodies import Product, Stacked
+from glue_compiler.passes.group_experts.row_sets import EXPERT, RowSets
+
+_GREATER = {torch.greater, torch.gt, operator.gt, "gt", "greater", "__gt__"}
+_SUM = {torch.sum, "sum"}
+
+
+def proved_regions(
+    gm: fx.GraphModule, loops: list[ExpertLoop], numbers: dict[fx.Node, int], analysis: EffectAnalysis
+) -> tuple[list[SpeculativeRegion], list[Skip]]:
+    """The speculative regions of ``gm`` that do nothing for an expert without rows.
+
+    All that such a region traced is part of a grouped loop, which adds nothing for an expert without rows, or is dead.
+    It does run for an expert with rows: an unrolled loop iterates over the row counts of the very mask that its body
+    selects with, and a branch asks for the number of rows that its region adds.
+    """
+    proved: list[SpeculativeRegion] = []
+    skips = []
+    unrolled: dict[SpeculativeRegion, fx.Node] = {n.meta[HITS]: n for n in gm.graph.nodes if HITS in n.meta}
+    traced: dict[SpeculativeRegion, list[fx.Node]] = {region: [] for region in unrolled}
+    for node in gm.graph.nodes:
+        for region in node.meta.get(REGIONS, ()):
+            traced.setdefault(region, []).append(node)
+    for region, nodes in traced.items():
+        reason = _left_over(gm, region, nodes, loops, analysis)
+        mine = [loop for loop in loops if any(sink.node in nodes for sink in loop.sinks)]
+        if not reason and isinstance(region, UnrolledLoop):
+            reason = _counts_others(region, unrolled.get(region), mine, numbers)
+        if not reason and isinstance(region, NonEmptyBranch):
+            reason = _asks_for_others(region, nodes, mine)
+        if reason:
+            place = unrolled.get(region) or nodes[0]
+            what = "loop over the hit experts" if isinstance(region, UnrolledLoop) else "branch on the number of rows"
+            skips.append(Skip(f"a {what} stays as Dynamo has it: {reason}", place.name, source_line(place)))
+        else:
+            proved.append(region)
+    return proved, skips
+
+
+def _left_over(
+    gm: fx.GraphModule,
+    region: SpeculativeRegion,
+    traced: list[fx.Node],
+    loops: list[ExpertLoop],
+    analysis: EffectAnalysis,
+) -> str | None:
+    if region.leaves_a_trace:
+        return "its code changes a Python object"
+    if region.is_running():
+        return "the graph ends inside of it"
+    inside = {node for loop in loops for node in loop.absorbed}
+    left: set[fx.Node] = set()
+    for node in reversed(traced):
+        dead = analysis.of(gm, node).kind is Kind.PURE and all(user in left for user in node.users)
+        if node in inside or dead:
+            left.add(node)
+        else:
+            return f"'{node.name}' of its code is not part of a grouped loop"
+    return None
+
+
+def _counts_others(
+    region: UnrolledLoop, hits: fx.Node | None, loops: list[ExpertLoop], numbers: dict[fx.Node, int]
+) -> str | None:
+    selected = _counted(hits) if hits is not None else None
+    if selected is None:
+        return "what it iterates over is not the nonzero positions of the row counts of a mask"
+    if any(numbers.get(loop.selected, loop.selected) != numbers.get(selected, selected) for loop in loops):
+        return "it iterates over the experts of another routing than its body uses"
+    if region.is_shortened and not any(_ends_at(loop, region.length) for loop in loops):
+        return "the mask has a class more than the loop was traced for"
+    return None
+
+
+def _ends_at(loop: ExpertLoop, length: int) -> bool:
+    """Do stacked weights have ``length`` experts? Then the body fails for the next one."""
+    stacks = [step.weight for step in loop.steps if isinstance(step, Product) and isinstance(step.weight, Stacked)]
+    return any(value_of(stack.base).shape[0] == length for stack in stacks)
+
+
+def _asks_for_others(region: NonEmptyBranch, traced: list[fx.Node], loops: list[ExpertLoop]) -> str | None:
+    sinks = [sink for loop in loops for sink in loop.sinks if sink.node in traced]
+    if any(expression(value_of(sink.index.rows.where)[0].shape[0]) != region.count for sink in sinks):
+        return "it asks for another number than that of the rows that are added"
+    return None
+
+
+def _counted(hits: fx.Node) -> fx.Node | None:
+    """``selected``, for ``(mask.sum(dims) > 0).nonzero()`` with its mask summed over all but the experts."""
+    greater: Any = hits.args[0]
+    if not isinstance(greater, fx.Node) or greater.target not in _GREATER or len(greater.args) != 2:
+        return None
+    total: Any = greater.args[0]
+    if greater.args[1] != 0 or not isinstance(total, fx.Node) or total.target not in _SUM:
+        return None
+    mask = RowSets().mask(total.args[0])
+    dims = total.args[1] if len(total.args) > 1 else total.kwargs.get("dim")
+    if mask is None or mask.expert is not None or not isinstance(dims, tuple | list):
+        return None
+    rank = len(mask.axes)
+    kept = [axis for i, axis in enumerate(mask.axes) if i not in {dim % rank for dim in dims}]
+    return mask.selected if kept == [EXPERT] and value_of(greater).dim() == 1 else None
