@@ -195,7 +195,9 @@ def _indexes_past_the_end(node: fx.Node, index: int) -> bool:
     if getattr(node.target, "__name__", "") != "getitem" or node.args[1] not in (index, compat.known_index(index)):
         return False
     value = value_of(node.args[0]) if isinstance(node.args[0], fx.Node) else None
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and type(value.shape[0]) is int and value.shape[0] == index
+    return (
+        isinstance(value, torch.Tensor) and value.dim() > 0 and type(value.shape[0]) is int and value.shape[0] == index
+    )
 
 
 def _nonzero_of_a_vector(node: fx.Node) -> fx.Node | None:

@@ -41,7 +41,8 @@ class GroupExperts:
         for module, plan in plans:
             proved, unproved = proved_regions(module, plan.loops, numbers, context.effects)
             skips.update(dict.fromkeys(unproved))
-            for loop in plan.loops:
+            # Backwards: a loop that adds to the result of another finds it under the name that the plan has.
+            for loop in reversed(plan.loops):
                 group(module, loop, context.effects)
                 counts["loops_grouped"] += 1
                 counts["experts_grouped"] += loop.num_experts

@@ -5,31 +5,30 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import fx
 
 from glue_compiler.fx.effects import EffectAnalysis, Effects, Kind
-from glue_compiler.fx.values import requires_grad, source_line, storage_of, storages_of, tensors_in, value_of
+from glue_compiler.fx.values import (
+    expression,
+    requires_grad,
+    source_line,
+    storage_of,
+    storages_of,
+    tensors_in,
+    value_of,
+)
 from glue_compiler.graph_pass import Skip
 from glue_compiler.passes.group_experts.expert_bodies import BodyMatcher, Step
 from glue_compiler.passes.group_experts.left_alone import LeftAlone
 from glue_compiler.passes.group_experts.modes import Modes
-from glue_compiler.passes.group_experts.row_sets import TOKEN, Index, RowSet, RowSets, same_size
+from glue_compiler.passes.group_experts.row_sets import SLOT, RowSet, RowSets, same_size, selects_each_once
+from glue_compiler.passes.group_experts.sinks import Sink, chain_starts, find_sink
 
-_INDEX_ADD = {"index_add_"}
 _ZEROS = {torch.zeros, torch.zeros_like, "new_zeros"}
-
-
-@dataclass(frozen=True)
-class Sink:
-    """``accumulator.index_add_(0, token indices of one row set, added)``."""
-
-    node: fx.Node
-    accumulator: fx.Node
-    index: Index
-    added: fx.Node
+_EMPTY = {torch.empty, torch.empty_like, "new_empty"}
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,11 @@ class ExpertLoop:
     selected: fx.Node
     num_experts: int
     top_k: int
+    first_expert: int
+    """The loop is over the experts from this one on, ``num_experts`` of them."""
     sinks: tuple[Sink, ...]
+    accumulator: fx.Node
+    """What the first sink adds to."""
     steps: tuple[Step, ...]
     starts_at_zero: bool
     """Nothing but the loop has touched the accumulator, which was made of zeros."""
@@ -56,8 +59,8 @@ class ExpertLoop:
         return self.sinks[-1].node
 
     @property
-    def accumulator(self) -> fx.Node:
-        return self.sinks[0].accumulator
+    def in_place(self) -> bool:
+        return self.sinks[0].in_place
 
 
 @dataclass
@@ -89,38 +92,57 @@ class _Planner:
         self.analysis = analysis
         self.effects: dict[fx.Node, Effects] = {node: analysis.of(gm, node) for node in self.nodes}
         self.modes = Modes(self.nodes, self.effects)
+        self.starts: dict[fx.Node, fx.Node] = {}
 
     def run(self) -> Plan:
         plan = Plan()
-        claimed: set[fx.Node] = set()
+        sinks = [sink for node in self.nodes if (sink := find_sink(node, self.sets))]
+        self.starts = chain_starts(sinks)
         by_accumulator: dict[tuple[int, int], list[Sink]] = defaultdict(list)
-        for node in self.nodes:
-            if sink := self._sink(node):
-                key = storage_of(value_of(sink.accumulator))
-                by_accumulator[key, self._number(sink.index.rows.mask.selected)].append(sink)
-        for sinks in by_accumulator.values():
-            claimed.update(sink.index.rows.where for sink in sinks)
-            loop = self._loop_or_skip(sinks)
-            (plan.skips if isinstance(loop, Skip) else plan.loops).append(loop)  # type: ignore[arg-type]
+        for sink in sinks:
+            key = storage_of(value_of(self.starts[sink.node]))
+            by_accumulator[key, self._number(sink.rows.mask.selected)].append(sink)
+        for same in by_accumulator.values():
+            for family in self._families(same):
+                loop = self._loop_or_skip(family)
+                (plan.skips if isinstance(loop, Skip) else plan.loops).append(loop)  # type: ignore[arg-type]
+        claimed = {sink.rows.root for sink in sinks}
         for node in self.nodes:
             if node not in claimed and self.sets.row_set(node):
-                reason = "the rows of an expert are not added back with index_add_ on their token indices"
+                reason = "the rows of an expert are not put back with index_add or an assignment on their token indices"
                 plan.skips.append(Skip(reason, node.name, source_line(node)))
         return plan
 
+    def _families(self, sinks: list[Sink]) -> list[list[Sink]]:
+        """Runs of experts whose rows go through the same operators: some models have experts that compute nothing."""
+        families: list[list[Sink]] = []
+        bodies: list[list[Any]] = []
+        for sink in sinks:
+            body = self._operators(sink)
+            if bodies and body == bodies[-1]:
+                families[-1].append(sink)
+            else:
+                families.append([sink])
+                bodies.append(body)
+        return families
+
+    def _operators(self, sink: Sink) -> list[Any]:
+        """What is called between a row set and its sink, in graph order."""
+        inside: set[fx.Node] = set()
+        waiting = [sink.added]
+        while waiting:
+            node = waiting.pop()
+            if (
+                node not in inside
+                and node is not sink.rows.root
+                and self.position[node] > self.position[sink.rows.root]
+            ):
+                inside.add(node)
+                waiting.extend(node.all_input_nodes)
+        return [(node.op, node.target) for node in sorted(inside) if node.op.startswith("call_")]
+
     def _number(self, node: fx.Node) -> int:
         return self.numbers.get(node, -1 - self.position[node])
-
-    def _sink(self, node: fx.Node) -> Sink | None:
-        if node.op != "call_method" or node.target not in _INDEX_ADD or len(node.args) != 4 or node.kwargs:
-            return None
-        accumulator, dim, index, added = cast(Any, node.args)
-        found = self.sets.index(index)
-        if found is None or found.axis != TOKEN or not isinstance(accumulator, fx.Node):
-            return None
-        if dim != 0 or not isinstance(added, fx.Node) or not isinstance(value_of(accumulator), torch.Tensor):
-            return None
-        return Sink(node, accumulator, found, added)
 
     # -- one loop
 
@@ -132,14 +154,16 @@ class _Planner:
             return Skip(left.reason, node.name, source_line(node))
 
     def _loop(self, sinks: list[Sink]) -> ExpertLoop:
-        row_sets = [sink.index.rows for sink in sinks]
+        row_sets = [sink.rows for sink in sinks]
         mask = row_sets[0].mask
         experts = [rows.expert for rows in row_sets]
-        if sorted(experts) != list(range(len(experts))):
-            raise LeftAlone(f"its row sets are those of the experts {experts}, not of 0 to E-1, each once")
-        if any(rows.mask.axes != mask.axes for rows in row_sets):
+        first = min(experts)
+        if sorted(experts) != list(range(first, first + len(experts))):
+            raise LeftAlone(f"its row sets are those of the experts {experts}, not of a range of them, each once")
+        if any((rows.mask.axes, rows.mask.any_slot) != (mask.axes, mask.any_slot) for rows in row_sets):
             raise LeftAlone("the experts select their rows in different ways")
-        if len({sink.accumulator for sink in sinks}) != 1:
+        accumulator = self.starts[sinks[0].node] if sinks[0].in_place else sinks[0].accumulator
+        if len({self.starts[sink.node] for sink in sinks}) != 1 or len({sink.in_place for sink in sinks}) != 1:
             raise LeftAlone("the experts add to different views of one tensor")
         selected = value_of(mask.selected)
         if selected.dtype not in (torch.int32, torch.int64) or selected.device != value_of(sinks[0].added).device:
@@ -147,8 +171,9 @@ class _Planner:
         top_k = selected.shape[1] if selected.dim() == 2 else 1
         if not isinstance(top_k, int):
             raise LeftAlone("the number of slots of a token is not known when the graph is captured")
-        in_order = sorted(sinks, key=lambda sink: sink.index.rows.expert)
-        row_sets = [sink.index.rows for sink in in_order]
+        self._check_row_sets(sinks, top_k)
+        in_order = sorted(sinks, key=lambda sink: sink.rows.expert)
+        row_sets = [sink.rows for sink in in_order]
         all_routed = mask.classes == len(experts)
         if len(experts) == 1 and not all_routed:
             # One expert of many: grouping would compute its body for every row of the batch.
@@ -159,20 +184,34 @@ class _Planner:
         if not all_routed:
             self._check_sentinels(steps)
         absorbed = self._absorbed(matcher, sinks, row_sets)
-        starts_at_zero = self._check_accumulator_uses(sinks)
-        self._check_memory(sinks, absorbed)
+        starts_at_zero = self._check_accumulator_uses(sinks, accumulator)
+        self._check_memory(sinks, absorbed, matcher.body, accumulator)
         computed = sorted(matcher.body | matcher.peeled, key=self.position.__getitem__)
         self.modes.check_uniform([sinks[-1].node, *(node for node in computed if _is_float(node))])
         return ExpertLoop(
             selected=mask.selected,
             num_experts=len(experts),
             top_k=top_k,
+            first_expert=first,
             sinks=tuple(sinks),
+            accumulator=accumulator,
             steps=steps,
             starts_at_zero=starts_at_zero,
             absorbed=frozenset(absorbed),
             autocast=self.modes.autocast_of(sinks[-1].node),
         )
+
+    @staticmethod
+    def _check_row_sets(sinks: list[Sink], top_k: int) -> None:
+        """A token that is twice in a row set is added once by ``out[rows] += ...``, and once by a mask of tokens."""
+        for sink in sinks:
+            once = sink.rows.names_a_token_once
+            if sink.rows.mask.any_slot and not selects_each_once(sink.rows.mask.selected):
+                raise LeftAlone("a token may select an expert twice; that topk selected them would show it cannot")
+            if sink.parts and not once:
+                raise LeftAlone("an assignment adds a token once that may select an expert twice", sink.node)
+            if not sink.adds and top_k != 1:
+                raise LeftAlone("one expert's assignment may overwrite what another has assigned", sink.node)
 
     def _check_accumulator_shape(self, sink: Sink, result: Step, selected: torch.Tensor) -> None:
         accumulator = value_of(sink.accumulator)
@@ -199,12 +238,13 @@ class _Planner:
     def _absorbed(self, matcher: BodyMatcher, sinks: list[Sink], row_sets: list[RowSet]) -> set[fx.Node]:
         """All nodes of the loop. Raises LeftAlone if one of them has a user outside."""
         sink_nodes = {sink.node for sink in sinks}
-        inside = set(matcher.body) | sink_nodes
+        inside = set(matcher.body) | sink_nodes | {part for sink in sinks for part in sink.parts}
+        masks = {node for rows in row_sets for node in rows.mask.nodes}
         for rows in row_sets:
-            inside.add(rows.where)
-            inside.update(user for user in rows.where.users if self.sets.index(user))
+            inside.add(rows.root)
+            inside.update(user for user in rows.root.users if self.sets.index(user))
         droppable: set[fx.Node] = set()
-        for node in sorted(inside - sink_nodes, key=self.position.__getitem__):
+        for node in sorted(inside - sink_nodes - masks, key=self.position.__getitem__):
             for user in node.users:
                 if user in inside or self._is_droppable(user, row_sets, inside, droppable):
                     continue
@@ -213,7 +253,6 @@ class _Planner:
                 raise LeftAlone(
                     f"'{node.name}', a value of one expert's rows, is used outside of the loop's body", user
                 )
-        masks = {node for rows in row_sets for node in rows.mask.nodes}
         return inside | droppable | masks | matcher.peeled
 
     def _is_droppable(
@@ -234,32 +273,35 @@ class _Planner:
         droppable.add(node)
         return True
 
-    def _check_accumulator_uses(self, sinks: list[Sink]) -> bool:
+    def _check_accumulator_uses(self, sinks: list[Sink], accumulator: fx.Node) -> bool:
         """Nobody looks at the accumulator while the loop runs; returns whether it starts from zeros."""
-        accumulator = sinks[0].accumulator
         storage = storage_of(value_of(accumulator))
-        mine = {sink.node for sink in sinks}
+        mine = {node for sink in sinks for node in (sink.node, *sink.parts)}
         begin, end = self.position[sinks[0].node], self.position[sinks[-1].node]
         touched_before = False
         for node in self.nodes[:end]:
             if node in mine or node is accumulator:
                 continue
             uses = storages_of([value_of(node), *(value_of(arg) for arg in node.all_input_nodes)])
-            if storage in uses:
+            if storage in uses and (sinks[0].in_place or storage in self.effects[node].writes):
                 if self.position[node] > begin:
                     raise LeftAlone("the loop's accumulator is read or written between its experts", node)
                 touched_before = True
         for sink in sinks[:-1]:
-            if any(self.position[user] < end for user in sink.node.users):
+            # In place, what follows the loop may use any of them: they are one tensor.
+            if any(user not in mine and (self.position[user] < end or not sink.in_place) for user in sink.node.users):
                 raise LeftAlone("the loop's accumulator is read between its experts", sink.node)
-        return not touched_before and accumulator.target in _ZEROS
+        made_for_it = not touched_before and accumulator.target in _ZEROS
+        if not sinks[0].adds and not made_for_it and (touched_before or accumulator.target not in _EMPTY):
+            raise LeftAlone("tokens of no expert keep what was in the tensor that is assigned to", sinks[0].node)
+        return made_for_it or not sinks[0].adds
 
-    def _check_memory(self, sinks: list[Sink], absorbed: set[fx.Node]) -> None:
+    def _check_memory(self, sinks: list[Sink], absorbed: set[fx.Node], body: set[fx.Node], start: fx.Node) -> None:
         """The grouped form reads its operands where the loop ends, so nothing may write them before."""
-        mine = {sink.node for sink in sinks}
+        mine = body | {node for sink in sinks for node in (sink.node, *sink.parts)}
         operands = {arg for node in absorbed for arg in (node, *node.all_input_nodes)}
-        accumulator = storage_of(value_of(sinks[0].accumulator))
-        read = {storage for node in operands for storage in storages_of(value_of(node))} - {accumulator}
+        accumulators = {storage_of(value_of(node)) for node in (start, *(s.node for s in sinks)) if _is_tensor(node)}
+        read = {storage for node in operands for storage in storages_of(value_of(node))} - accumulators
         begin = min(self.position[node] for node in absorbed)
         for node in self.nodes[begin : self.position[sinks[-1].node]]:
             effects = self.effects[node]
@@ -277,16 +319,22 @@ def is_trivial_check(node: fx.Node, row_sets: list[RowSet]) -> bool:
     size, bound = check.args
     if not isinstance(size, fx.Node) or not isinstance(value_of(size), torch.SymInt):
         return False
-    counts = [value_of(rows.where)[0].shape[0] for rows in row_sets]
-    if not any(same_size(value_of(size), n) for n in counts):
+    counts = [rows.count for rows in row_sets]
+    if not any(expression(value_of(size)) == n for n in counts):
         return False
     limit = value_of(bound) if isinstance(bound, fx.Node) else bound
     if check.target in (operator.ge, torch.ge):
         return isinstance(limit, int) and limit <= 0
     if check.target is operator.le:
-        selected = value_of(row_sets[0].mask.selected)
-        return isinstance(limit, int | torch.SymInt) and same_size(limit, selected.numel())
+        mask = row_sets[0].mask
+        selected = value_of(mask.selected)
+        most = selected.shape[0] if SLOT not in mask.axes else selected.numel()
+        return isinstance(limit, int | torch.SymInt) and same_size(limit, most)
     return False
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(value_of(node), torch.Tensor)
 
 
 def _is_float(node: fx.Node) -> bool:

@@ -14,13 +14,15 @@ from glue_compiler.fx.effects import EffectAnalysis, Effects, Kind
 from glue_compiler.fx.values import expression, tensors_in, value_of
 from glue_compiler.passes.group_experts.left_alone import LeftAlone
 from glue_compiler.passes.group_experts.row_sets import SLOT, TOKEN, RowSet, RowSets, same_size
-from glue_compiler.passes.group_experts.row_wise import mixes_rows
+from glue_compiler.passes.group_experts.row_wise import mixes_rows, out_of_place
 
 Nodes = tuple[fx.Node, ...]
 """One node for each expert, in the order of the experts."""
 
 _LINEAR = {torch._C._nn.linear, torch.nn.functional.linear}
 _MATMUL = {torch.matmul, operator.matmul, torch.mm, "matmul", "mm", "__matmul__"}
+_MULTIPLY = {torch.mul, operator.mul, "mul", "__mul__"}
+_SUM = {torch.sum, "sum"}
 _RESHAPE = {torch.reshape, "reshape", "view", "flatten", torch.flatten}
 _TRANSPOSE = {torch.transpose, "transpose"}
 
@@ -80,7 +82,10 @@ class Gather(Step):
 
 @dataclass(frozen=True, eq=False)
 class SlotWeight(Step):
-    """``source[token, slot]``, one number for each row; with ``by_expert`` ``source[token, expert]``."""
+    """``source[token, slot]``, one number for each row; with ``by_expert`` ``source[token, expert]``.
+
+    A ``source`` of one dimension has one number for all slots of a token.
+    """
 
     source: fx.Node
     by_expert: bool
@@ -106,8 +111,9 @@ class Product(Step):
 
 @dataclass(frozen=True, eq=False)
 class RowWise(Step):
-    """The call as it is, with all rows in place of one expert's."""
+    """The call as it is, with all rows in place of one expert's; ``target`` is the out-of-place form."""
 
+    target: Any
     args: Any
     kwargs: Any
 
@@ -140,8 +146,8 @@ class BodyMatcher:
         self.analysis = analysis
         self.top_k = top_k
         self.tokens = value_of(row_sets[0].mask.selected).shape[0]
-        self.counts = [expression(value_of(rows.where)[0].shape[0]) for rows in row_sets]
-        self.dependent = _dependents(rows.where for rows in row_sets)
+        self.counts = [rows.count for rows in row_sets]
+        self.dependent = _dependents(rows.root for rows in row_sets)
         self.body: set[fx.Node] = set()
         self.peeled: set[fx.Node] = set()
         self._steps: list[Step] = []
@@ -167,7 +173,7 @@ class BodyMatcher:
     def _step(self, nodes: Nodes) -> Step:
         first = nodes[0]
         for node, rows in zip(nodes, self.row_sets, strict=True):
-            if self.dependent[node] != {rows.where}:
+            if self.dependent[node] != {rows.root}:
                 raise LeftAlone("the experts depend on each other's rows", node)
             if (node.op, node.target) != (first.op, first.target):
                 raise LeftAlone(
@@ -175,7 +181,7 @@ class BodyMatcher:
                     f"expert {rows.expert}",
                     node,
                 )
-            if self.effects[node].writes:
+            if self.effects[node].writes and out_of_place(node, self.effects) is None:
                 raise LeftAlone("the body writes a tensor in place; out of place it would be grouped", node)
             if not isinstance(value_of(node), torch.Tensor | tuple | list):
                 raise LeftAlone("the body computes with the number of its rows", node)
@@ -224,9 +230,12 @@ class BodyMatcher:
         shared = self._shared(sources)  # type: ignore[arg-type]
         per_expert = [self._index_items(node, rows) for node, rows in zip(nodes, self.row_sets, strict=True)]
         kinds = per_expert[0]
+        summed = shared is None
+        if summed:
+            shared = self._weights_behind_sums(sources)  # type: ignore[arg-type]
         if shared is None or any(item != kinds for item in per_expert):
             raise LeftAlone("the experts index different tensors, or in different ways", first)
-        value = value_of(shared)
+        value = value_of(sources[0] if summed else shared)  # type: ignore[arg-type]
         prefix = 0
         while kinds and kinds[0] is None:
             kinds, prefix = kinds[1:], prefix + 1
@@ -243,10 +252,10 @@ class BodyMatcher:
             raise LeftAlone("the body gathers from a tensor that is not floating point", first)
         if kinds == [TOKEN] and value.dim() == 2 and not added_dims and isinstance(value.shape[1], int):
             return Gather(first, self._tail(first), shared)
-        if kinds == [TOKEN] and value.dim() == 1 and self.top_k == 1:
+        if kinds == [TOKEN] and value.dim() == 1:
             return SlotWeight(first, self._tail(first), shared, by_expert=False)
         if kinds in ([TOKEN, SLOT], [TOKEN, "expert"]) and value.dim() == 2:
-            wanted = self.top_k if kinds[1] == SLOT else len(nodes)
+            wanted = self.top_k if kinds[1] == SLOT else self.row_sets[-1].expert + 1
             fits = isinstance(value.shape[1], int) and (
                 value.shape[1] == wanted or (kinds[1] != SLOT and value.shape[1] > wanted)
             )
@@ -254,14 +263,34 @@ class BodyMatcher:
                 return SlotWeight(first, self._tail(first), shared, by_expert=kinds[1] != SLOT)
         raise LeftAlone("the body indexes a tensor in a way that is neither by token nor by token and slot", first)
 
+    def _weights_behind_sums(self, nodes: Nodes) -> fx.Node | None:
+        """``w``, if the nodes are ``(w * (selected == e)).sum(-1)``: at a row of e, the weight of its slot."""
+        found: list[fx.Node] = []
+        for node, rows in zip(nodes, self.row_sets, strict=True):
+            dim = node.args[1] if len(node.args) == 2 else node.kwargs.get("dim")
+            product = node.args[0] if node.args else None
+            if node.target not in _SUM or dim not in (1, -1, (1,), (-1,)) or not isinstance(product, fx.Node):
+                return None
+            if product.target not in _MULTIPLY or len(product.args) != 2 or not rows.names_a_token_once:
+                return None
+            for weights, mask in (product.args, product.args[::-1]):
+                read = self.sets.mask(mask)
+                if read is not None and (read.axes, read.expert) == ((TOKEN, SLOT), rows.expert):
+                    same = self._shared((read.selected, rows.mask.selected)) is not None
+                    found += [weights] if same and isinstance(weights, fx.Node) else []
+        first = value_of(found[0]) if len(found) == len(nodes) else None
+        if not isinstance(first, torch.Tensor) or first.dtype != value_of(nodes[0]).dtype:
+            return None
+        return self._shared(tuple(found))
+
     def _index_items(self, node: fx.Node, rows: RowSet) -> list[Any]:
         """The parts of an index, as words: token, slot, expert, None, Ellipsis, all."""
         index = [node.args[2]] if node.target is not operator.getitem else node.args[1]
         described: list[Any] = []
         for item in index if isinstance(index, tuple | list) else [index]:
             found = self.sets.index(item)
-            if found is not None and found.rows.where is rows.where:
-                described.append(found.axis)
+            if found is not None and found.rows.root is rows.root:
+                described.extend(found.axes)
             elif type(item) is int and item == rows.expert:
                 described.append("expert")
             elif item is None or item is Ellipsis:
@@ -327,17 +356,18 @@ class BodyMatcher:
     def _row_wise(self, nodes: Nodes) -> Step:
         first = nodes[0]
         # Operators in autocast regions cannot always be run without them; everything else is pure or refused.
-        if self.effects[first].kind is not Kind.PURE:
+        target = out_of_place(first, self.effects) if self.effects[first].writes else first.target
+        if target is None or (self.effects[first].kind is not Kind.PURE and target is first.target):
             what = "draws random numbers" if self.effects[first].random else "does more than compute its result"
             raise LeftAlone(f"'{_call(first)}' {what}", first)
         args = self._argument([node.args for node in nodes], first)
         kwargs = self._argument([node.kwargs for node in nodes], first)
         if not self._rows_first(first):
             raise LeftAlone("a value of the body does not have its rows in the first dimension", first)
-        problem = mixes_rows(first, lambda node: node in self.dependent, self.counts[0], self.analysis)
+        problem = mixes_rows(first, target, lambda node: node in self.dependent, self.counts[0], self.analysis)
         if problem:
             raise LeftAlone(f"'{_call(first)}' is not row by row: {problem}", first)
-        return RowWise(first, self._tail(first), args, kwargs)
+        return RowWise(first, self._tail(first), target, args, kwargs)
 
     def _argument(self, values: list[Any], user: fx.Node) -> Any:
         """One argument of all experts' calls → the grouped call's, with Row and Vector in place of nodes."""
@@ -409,7 +439,7 @@ class BodyMatcher:
         while matrix and all(_untransposed(node) is not None for node in peeled):
             self.peeled.update(peeled)
             peeled, flipped = tuple(_untransposed(node) for node in peeled), not flipped  # type: ignore[misc]
-        bases = [_subscripted(node, expert) for expert, node in enumerate(peeled)]
+        bases = [_subscripted(node, rows.expert) for node, rows in zip(peeled, self.row_sets, strict=True)]
         if all(base is not None for base in bases):
             base = self._shared(tuple(bases))  # type: ignore[arg-type]
             if base is not None:

@@ -40,23 +40,22 @@ _CAST = {"to", "float", "type_as"}
 def group(gm: fx.GraphModule, loop: ExpertLoop, analysis: EffectAnalysis) -> None:
     """Write the grouped form where the last expert adds its rows, and erase the loop."""
     emit = _Emitter(gm, loop, analysis)
+    accumulator = loop.accumulator
     with gm.graph.inserting_before(loop.last):
         combined = _Grouped(emit, loop).write()
-        accumulator = loop.accumulator
         if loop.starts_at_zero:
             result = combined
         else:
-            result = gm.graph.call_method("add_", (accumulator, combined))
-            result.meta.update(emit.meta, example_value=value_of(accumulator))
-    for sink in loop.sinks:
-        sink.node.replace_all_uses_with(result if sink is loop.sinks[-1] else accumulator)
+            result = gm.graph.call_method("add_" if loop.in_place else "add", (accumulator, combined))
+            result.meta.update(emit.meta, example_value=value_of(accumulator if loop.in_place else loop.last))
+    for sink in reversed(loop.sinks):
+        sink.node.replace_all_uses_with(accumulator if loop.in_place and sink.node is not loop.last else result)
         gm.graph.erase_node(sink.node)
-    if loop.starts_at_zero:
+    if loop.starts_at_zero and loop.in_place:
         accumulator.replace_all_uses_with(result)
         gm.graph.erase_node(accumulator)
-    sinks = {sink.node for sink in loop.sinks}
     for node in reversed(gm.graph.nodes):
-        if node in loop.absorbed and node not in sinks and not node.users:
+        if node in loop.absorbed and not node.users:
             gm.graph.erase_node(node)
     gm.recompile()
 
@@ -112,8 +111,8 @@ class _Emitter:
     def method(self, name: str, *args: Any, **kwargs: Any) -> fx.Node:
         return self._made(self.graph.call_method(name, args, kwargs))
 
-    def like(self, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
-        return self._made(self.graph.create_node(node.op, node.target, args, kwargs))
+    def node(self, op: str, target: Any, args: Any, kwargs: Any) -> fx.Node:
+        return self._made(self.graph.create_node(op, target, args, kwargs))
 
     def _made(self, node: fx.Node) -> fx.Node:
         args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
@@ -135,7 +134,10 @@ class _Grouped:
     def __init__(self, emit: _Emitter, loop: ExpertLoop) -> None:
         self.emit = emit
         self.loop = loop
-        sort = emit.call(_glue.expert_sort.default, loop.selected, loop.num_experts)
+        selected = loop.selected
+        if loop.first_expert:
+            selected = emit.call(torch.sub, selected, loop.first_expert)
+        sort = emit.call(_glue.expert_sort.default, selected, loop.num_experts)
         self.order, self.inverse, _, self.offsets = (emit.call(operator.getitem, sort, i) for i in range(4))
         self.results: dict[int, fx.Node] = {}
         self.stacks: dict[PerExpert, fx.Node] = {}
@@ -162,10 +164,10 @@ class _Grouped:
         last = len(steps) - 1
         step = steps[last]
         used = [sum(row.step == i for other in steps for row in _rows_of(other)) for i in range(len(steps))]
-        if isinstance(step, RowWise) and step.node.target in _CAST and isinstance(step.args[0], Row):
+        if isinstance(step, RowWise) and step.target in _CAST and isinstance(step.args[0], Row):
             last = step.args[0].step
             step = steps[last]
-        if isinstance(step, RowWise) and step.node.target in _MULTIPLY and len(step.args) == 2 and not step.kwargs:
+        if isinstance(step, RowWise) and step.target in _MULTIPLY and len(step.args) == 2 and not step.kwargs:
             for rows, factor in (step.args, step.args[::-1]):
                 if not isinstance(rows, Row) or not isinstance(factor, Row):
                     continue
@@ -208,7 +210,7 @@ class _Grouped:
         if isinstance(step, Product):
             return self._product(step)
         assert isinstance(step, RowWise)
-        return self.emit.like(step.node, self._argument(step.args), self._argument(step.kwargs))
+        return self.emit.node(step.node.op, step.target, self._argument(step.args), self._argument(step.kwargs))
 
     def _product(self, step: Product) -> fx.Node:
         x = self.results[step.x.step]
@@ -235,7 +237,8 @@ class _Grouped:
             elif value_of(values.base).shape[0] == self.loop.num_experts:
                 self.stacks[values] = values.base
             else:
-                self.stacks[values] = self.emit.method("narrow", values.base, 0, 0, self.loop.num_experts)
+                first, count = self.loop.first_expert, self.loop.num_experts
+                self.stacks[values] = self.emit.method("narrow", values.base, 0, first, count)
         return self.stacks[values]
 
     def _argument(self, value: Any) -> Any:
@@ -275,8 +278,12 @@ class _Grouped:
                 if value_of(selected).dim() == 1:
                     selected = self.emit.method("unsqueeze", selected, 1)
                 # A slot that selects no expert has no column; its weight is not used.
-                selected = self.emit.method("clamp", selected, 0, self.loop.num_experts - 1)
+                first, count = self.loop.first_expert, self.loop.num_experts
+                selected = self.emit.method("clamp", selected, first, first + count - 1)
                 source = self.emit.call(torch.gather, source, 1, selected)
+            elif value_of(source).dim() == 1 and self.loop.top_k > 1:
+                source = self.emit.method("unsqueeze", source, 1)
+                source = self.emit.method("expand", source, -1, self.loop.top_k)
             self.slot_weights[key] = source
         return self.slot_weights[key]
 

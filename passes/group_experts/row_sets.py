@@ -24,6 +24,10 @@ _PERMUTE = {torch.permute, "permute"}
 _TRANSPOSE = {torch.transpose, "transpose", "swapaxes"}
 _SAME_NONZEROS = {"to", "bool", "int", "long", "float", "contiguous", "clone", "detach"}
 _WHERE = {torch.where, torch.nonzero, "nonzero"}
+_FLATTEN = {"squeeze", torch.squeeze, "flatten", torch.flatten, "view", "reshape"}
+_ANY = {torch.any, "any"}
+_TOP_K = {torch.topk, "topk"}
+_SAME_VALUES = {"to", "long", "int", "contiguous", "clone", "detach"}
 _GETATTR = getattr
 
 
@@ -38,29 +42,38 @@ class Mask:
     axes: tuple[str, ...]
     expert: int | None = None
     classes: int | None = None
+    any_slot: bool = False
+    """True at a token if any of its slots selects the expert: the slots are no dimension any more."""
     nodes: tuple[fx.Node, ...] = ()
     """How the mask was made, first to last."""
 
 
 @dataclass(frozen=True)
 class RowSet:
-    """The pairs of one expert, as index vectors: ``where`` gives one for each of ``axes``."""
+    """The pairs of one expert. ``root`` makes index vectors of them (``where``), or is a boolean index itself."""
 
-    where: fx.Node
+    root: fx.Node
     mask: Mask
+    count: Any
+    """Sympy expression of the number of pairs."""
 
     @property
     def expert(self) -> int:
         assert self.mask.expert is not None
         return self.mask.expert
 
+    @property
+    def names_a_token_once(self) -> bool:
+        """Is no token in it twice?"""
+        return self.mask.any_slot or selects_each_once(self.mask.selected)
+
 
 @dataclass(frozen=True)
 class Index:
-    """One index vector of a row set: the ``axis`` (token or slot) of each of its rows."""
+    """What indexes with a row set: the axes (token or slot) that it indexes, of each of its rows."""
 
     rows: RowSet
-    axis: str
+    axes: tuple[str, ...]
 
 
 class RowSets:
@@ -70,26 +83,58 @@ class RowSets:
         self._masks: dict[fx.Node, Mask | None] = {}
 
     def row_set(self, node: Any) -> RowSet | None:
-        """``torch.where(mask)``, ``torch.nonzero(mask, as_tuple=True)`` and the method, for one expert's mask."""
-        if not isinstance(node, fx.Node) or not node.op.startswith("call_") or node.target not in _WHERE:
+        """``nonzero`` of one expert's mask in any of its forms, or the mask itself where something indexes with it."""
+        if not isinstance(node, fx.Node) or not node.op.startswith("call_"):
             return None
-        if not isinstance(value_of(node), tuple | list) or len(node.args) != 1:
-            return None
-        mask = self.mask(node.args[0])
+        if node.target not in _WHERE:
+            return self._boolean_index(node)
+        mask = self.mask(node.args[0]) if len(node.args) == 1 else None
         if mask is None or mask.expert is None:
             return None
-        return RowSet(node, mask)
+        value = value_of(node)
+        found = value[0] if isinstance(value, tuple | list) else value
+        return RowSet(node, mask, expression(found.shape[0]))
+
+    def _boolean_index(self, node: fx.Node) -> RowSet | None:
+        mask = self.mask(node)
+        if mask is None or mask.expert is None or mask.axes not in ((TOKEN,), (TOKEN, SLOT)):
+            return None
+        if value_of(node).dtype is not torch.bool:
+            return None
+        for user in node.users:
+            if user.target is operator.getitem and user.args[0] is not node:
+                items = user.args[1] if isinstance(user.args[1], tuple | list) else (user.args[1],)
+                # As many dimensions as stand before the mask stand before the rows.
+                before = sum(item is None for item in items[: items.index(node)]) if node in items else 0
+                return RowSet(node, mask, expression(value_of(user).shape[before]))
+        return None
 
     def index(self, node: Any) -> Index | None:
-        """An item of a row set."""
-        if not isinstance(node, fx.Node) or node.target is not operator.getitem:
+        """An index vector of a row set, or a boolean index."""
+        if not isinstance(node, fx.Node) or not node.op.startswith("call_"):
             return None
-        source, item = node.args
+        boolean = self.row_set(node)
+        if boolean is not None:
+            return Index(boolean, boolean.mask.axes) if node.target not in _WHERE else None
+        source, column = node, None
+        if node.target is operator.getitem:
+            source, column = node.args  # type: ignore[assignment]
+        elif (node.target in _FLATTEN and node.args[1:] == (-1,)) or (node.target == "flatten" and not node.args[1:]):
+            source, column = node.args[0], "only"  # type: ignore[assignment]
         rows = self.row_set(source)
-        if rows is None or not isinstance(item, int) or not 0 <= item < len(rows.mask.axes):
+        if rows is None or source.target not in _WHERE:
             return None
-        axis = rows.mask.axes[item]
-        return Index(rows, axis) if axis in (TOKEN, SLOT) else None
+        if not isinstance(value_of(source), tuple | list):  # [rows, axes]
+            if isinstance(column, tuple) and len(column) == 2 and column[0] in (slice(None), Ellipsis):
+                column = column[1]
+            elif column == "only" and len(rows.mask.axes) == 1:
+                column = 0
+            else:
+                return None
+        if type(column) is not int or not -len(rows.mask.axes) <= column < len(rows.mask.axes):
+            return None
+        axis = rows.mask.axes[column]
+        return Index(rows, (axis,)) if axis in (TOKEN, SLOT) else None
 
     def mask(self, node: Any) -> Mask | None:
         if not isinstance(node, fx.Node) or not node.op.startswith("call_"):
@@ -140,10 +185,15 @@ def _view(mask: Mask, node: fx.Node) -> Mask | None:
         return replace(mask, axes=mask.axes[::-1]) if rank == 2 else None
     if node.target in ("squeeze", torch.squeeze) and len(node.args) == 2 and isinstance(node.args[1], int):
         dim = node.args[1] % rank
-        return replace(mask, axes=(*mask.axes[:dim], *mask.axes[dim + 1 :])) if mask.axes[dim] == ONE else None
+        if mask.axes[dim] == ONE:
+            return replace(mask, axes=(*mask.axes[:dim], *mask.axes[dim + 1 :]))
+        return mask if _rank(node) == rank else None
     if node.target in ("unsqueeze", torch.unsqueeze) and isinstance(node.args[1], int):
         dim = node.args[1] % (rank + 1)
         return replace(mask, axes=(*mask.axes[:dim], ONE, *mask.axes[dim:]))
+    if node.target in _ANY and mask.axes == (TOKEN, SLOT):
+        dim = node.args[1] if len(node.args) == 2 else node.kwargs.get("dim")
+        return replace(mask, axes=(TOKEN,), any_slot=True) if dim in (1, -1) and len(node.kwargs) < 2 else None
     if node.target is operator.getitem:
         return _subscript(mask, node.args[1])
     if node.target in ("select", torch.select) and len(node.args) == 3 and isinstance(node.args[1], int):
@@ -187,6 +237,21 @@ def _subscript(mask: Mask, index: Any) -> Mask | None:
 def _selects_one(item: Any) -> bool:
     """``slice(e, e + 1)``, which also stands for ``tensor([e])``."""
     return isinstance(item, slice) and type(item.start) is int and item.start >= 0 and item.stop == item.start + 1
+
+
+def selects_each_once(selected: fx.Node) -> bool:
+    """Are a token's experts different ones? They are if there is one, or if they are the indices of ``topk``."""
+    shape = value_of(selected).shape
+    if len(shape) == 1 or shape[-1] == 1:
+        return True
+    node: Any = selected
+    while node.op == "call_method" and node.target in _SAME_VALUES:
+        node = node.args[0]
+    if node.target is not operator.getitem or node.args[1] != 1:
+        return False
+    top = node.args[0]
+    dim = top.args[2] if len(top.args) > 2 else top.kwargs.get("dim", -1)
+    return top.target in _TOP_K and dim in (-1, len(shape) - 1)
 
 
 def _rank(node: fx.Node) -> int:

@@ -6,7 +6,8 @@ what it does to dimension 0, the rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,8 +15,8 @@ from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from glue_compiler import compat
-from glue_compiler.fx.effects import EffectAnalysis
-from glue_compiler.fx.values import expression, tensors_in, value_of
+from glue_compiler.fx.effects import EffectAnalysis, Effects
+from glue_compiler.fx.values import expression, storage_of, storages_of, tensors_in, value_of
 
 aten = torch.ops.aten
 
@@ -54,8 +55,35 @@ _VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default, at
 _LEFT_PRODUCTS = {aten.mm.default: 0, aten.addmm.default: 1}
 
 
-def mixes_rows(node: fx.Node, is_row: Callable[[fx.Node], bool], rows: Any, analysis: EffectAnalysis) -> str | None:
-    """None if ``node`` is proved row-wise, else why not.
+_OUT_OF_PLACE: dict[Any, Any] = {
+    operator.iadd: operator.add,
+    operator.imul: operator.mul,
+    operator.isub: operator.sub,
+    operator.itruediv: operator.truediv,
+    **{f"{name}_": name for name in ("add", "mul", "sub", "div", "clamp", "neg", "sigmoid", "tanh", "relu")},
+}
+
+
+def out_of_place(node: fx.Node, effects: Mapping[fx.Node, Effects]) -> Any | None:
+    """The target that computes what ``node`` does in place, if nothing else ever sees the tensor that it overwrites."""
+    written = node.args[0] if node.args else None
+    if node.target not in _OUT_OF_PLACE or not isinstance(written, fx.Node) or set(written.users) != {node}:
+        return None
+    value = value_of(written)
+    if not isinstance(value, torch.Tensor) or effects[node].writes != {storage_of(value)}:
+        return None
+    for other in node.graph.nodes:
+        if other is node:
+            return _OUT_OF_PLACE[node.target]
+        if other is not written and storage_of(value) in storages_of(value_of(other)):
+            return None
+    return None
+
+
+def mixes_rows(
+    node: fx.Node, target: Any, is_row: Callable[[fx.Node], bool], rows: Any, analysis: EffectAnalysis
+) -> str | None:
+    """None if ``node``, calling ``target``, is proved row-wise, else why not.
 
     Args:
         is_row: which operands hold one row of the row set in each row.
@@ -77,9 +105,9 @@ def mixes_rows(node: fx.Node, is_row: Callable[[fx.Node], bool], rows: Any, anal
     try:
         with torch.no_grad(), compat.speculation(fake_mode, getattr(fake_mode, "shape_env", None)), judge:
             if node.op == "call_method":
-                result = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+                result = getattr(args[0], str(target))(*args[1:], **kwargs)
             else:
-                result = node.target(*args, **kwargs)  # type: ignore[operator]
+                result = target(*args, **kwargs)
     except Exception as failure:
         return f"it cannot be run on fake tensors ({type(failure).__name__})"
     if judge.problem:

@@ -10,7 +10,7 @@ from torch import fx
 
 from glue_compiler.expert_capture import HITS, REGIONS, NonEmptyBranch, SpeculativeRegion, UnrolledLoop
 from glue_compiler.fx.effects import EffectAnalysis, Kind
-from glue_compiler.fx.values import expression, source_line, value_of
+from glue_compiler.fx.values import source_line, value_of
 from glue_compiler.graph_pass import Skip
 from glue_compiler.passes.group_experts.analysis import ExpertLoop
 from glue_compiler.passes.group_experts.expert_bodies import Product, Stacked
@@ -95,7 +95,7 @@ def _ends_at(loop: ExpertLoop, length: int) -> bool:
 
 def _asks_for_others(region: NonEmptyBranch, traced: list[fx.Node], loops: list[ExpertLoop]) -> str | None:
     sinks = [sink for loop in loops for sink in loop.sinks if sink.node in traced]
-    if any(expression(value_of(sink.index.rows.where)[0].shape[0]) != region.count for sink in sinks):
+    if any(sink.rows.count != region.count for sink in sinks):
         return "it asks for another number than that of the rows that are added"
     return None
 
