@@ -56,6 +56,10 @@ class ExpertLoop:
         return self.sinks[-1].node
 
     @property
+    def results(self) -> tuple[fx.Node, ...]:
+        return tuple(sink.added for sink in self.sinks)
+
+    @property
     def accumulator(self) -> fx.Node:
         return self.sinks[0].accumulator
 

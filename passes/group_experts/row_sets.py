@@ -50,6 +50,15 @@ class RowSet:
     mask: Mask
 
     @property
+    def root(self) -> fx.Node:
+        return self.where
+
+    @property
+    def count(self) -> Any:
+        """Sympy expression of the number of pairs."""
+        return expression(value_of(self.where)[0].shape[0])
+
+    @property
     def expert(self) -> int:
         assert self.mask.expert is not None
         return self.mask.expert
