@@ -2,12 +2,12 @@
 
     python -m benchmarks.expert_routing [--models qwen3,gpt_oss,mixtral,mixtral_list] [--layers 4] [--quick]
 
-The layers are transformers' unmodified modules (``mixtral_list`` is written by hand, with a ``ModuleList``), with random
-weights, in bf16 on a GPU. All rows of a column run in turn within each round; shown are medians in milliseconds. The
-floor is the time of the experts' products at the rate of a dense 8192-cubed product, timed in turn with the others.
+The layers are transformers' unmodified modules (``mixtral_list`` is written by hand, with a ``ModuleList``), with
+random weights, in bf16 on a GPU. All rows of a column run in turn within each round; shown are medians in milliseconds.
+The floor is the time of the experts' products at the rate of a dense 8192-cubed product, timed in turn with the others.
 Each step is first compared with the same layer in fp32 in eager mode: output and all gradients.
 
-Modes: ``forward`` (no grad), ``training`` (forward, backward, gradients of everything), ``lora_input`` (all of the layer
+Modes: ``forward`` (no grad), ``training`` (forward, backward, gradients of everything), ``lora_input`` (the layer
 frozen, a trainable low-rank change of its input), ``lora_experts`` (experts' weights frozen, with trainable low-rank
 changes: ``W + B @ A`` in every step for stacked weights, peft's extra linears for a ``ModuleList``).
 ``--quick``: small layers on the CPU in fp32, which shows that everything runs and measures nothing.
@@ -16,11 +16,13 @@ changes: ``W + B @ A`` in every step for stacked weights, peft's extra linears f
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import dataclasses
 import gc
 import json
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -131,6 +133,13 @@ def session_notes(session: Session) -> list[str]:
     return notes + [f"capture: {event.reason}" for event in session.capture_events]
 
 
+def capture_flags(row: str) -> contextlib.AbstractContextManager[object]:
+    """One graph where Dynamo can make one: glue sets these flags for its own compiles, Inductor does not."""
+    if row != "inductor":
+        return contextlib.nullcontext()
+    return torch._dynamo.config.patch(capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True)
+
+
 def _unique_graphs() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
@@ -155,8 +164,9 @@ def measure_mode(
         try:
             run = Run(kind, row, mode, dtype, device)
             wanted = wanted or run.reference()
-            run.first_step(cell, wanted)
-            run.step()
+            with capture_flags(row):
+                run.first_step(cell, wanted)
+                run.step()
             runs[row] = run
         except Exception as error:
             cell.failed = reason(error)
@@ -224,6 +234,7 @@ def measure_stack(kind: LayerKind, layers: int, rows: list[str], dtype: torch.dt
     for row in [row for row in rows if row != "eager" and (kind.stacked or row != "grouped_mm")]:
         torch._dynamo.reset()
         session, before = Session(), _unique_graphs()
+        backend = GlueBackend(session=session)  # one for all, as the name "glue" is
         try:
             implementation = "grouped_mm" if row == "grouped_mm" else "eager"
             sizes = {"num_hidden_layers": layers, "vocab_size": 128, "pad_token_id": 0, "eos_token_id": 1}
@@ -236,13 +247,14 @@ def measure_stack(kind: LayerKind, layers: int, rows: list[str], dtype: torch.dt
             model.to(dtype)
             for layer in model.layers:
                 if row == "glue":
-                    layer.compile(backend=GlueBackend(session=session), options={"passes": {"group_experts": True}})
+                    layer.compile(backend=backend, options={"passes": {"group_experts": True}})
                 else:
                     layer.compile(backend="inductor")
             ids = torch.randint(2, 128, (1, min(kind.shape.tokens, 4096)), device=device)
             step = lambda model=model, ids=ids: model(ids, use_cache=False)[0].float().square().sum().backward()  # noqa: E731
-            first = measure.seconds(step)
-            later = measure.seconds(step)
+            with capture_flags(row):
+                first = measure.seconds(step)
+                later = measure.seconds(step)
             calls = len(session.graphs) if row == "glue" else _unique_graphs() - before
             print(f"| {row} | {calls} | {first - later:.1f} | {later * 1e3:.1f} |")
             for note in dict.fromkeys(session_notes(session)):
@@ -256,6 +268,31 @@ def measure_stack(kind: LayerKind, layers: int, rows: list[str], dtype: torch.dt
 def attention_sizes(kind: LayerKind) -> dict[str, int]:
     head = 16 if kind.shape.hidden < 128 else 64
     return {"num_attention_heads": kind.shape.hidden // head, "num_key_value_heads": 1, "head_dim": head}
+
+
+def measure_models(arguments: argparse.Namespace, device: str, dtype: torch.dtype) -> list[dict[str, Any]]:
+    """Print what the arguments ask for; returns the cells for ``--json``."""
+    import transformers
+
+    name = "CPU" if arguments.quick else torch.cuda.get_device_name()
+    print(f"{name}, torch {torch.__version__}, transformers {transformers.__version__}, {dtype}")
+    rows = arguments.rows.split(",")
+    kept: list[dict[str, Any]] = []
+    for model in arguments.models.split(","):
+        kind = small(LAYERS[model]) if arguments.quick else LAYERS[model]
+        shape = kind.shape
+        sizes = f"E={shape.experts}, k={shape.top_k}, H={shape.hidden}, I={shape.intermediate}, {shape.tokens} tokens"
+        print(f"\n### {shape.name}: {sizes}", flush=True)
+        for mode in arguments.modes.split(",") if arguments.modes != "none" else []:
+            cells = measure_mode(kind, mode, rows, dtype, device, arguments.kernels)
+            print_mode(mode, cells)
+            kept += [{"model": model, "mode": mode, "row": row, **vars(cell)} for row, cell in cells.items()]
+            gc.collect()
+            if device == "cuda":
+                torch.cuda.empty_cache()
+        if arguments.layers:
+            measure_stack(kind, arguments.layers, rows, dtype, device)
+    return kept
 
 
 def main(arguments_given: list[str] | None = None) -> None:
@@ -272,32 +309,9 @@ def main(arguments_given: list[str] | None = None) -> None:
         raise SystemExit("this benchmark needs a CUDA device; --quick runs small layers on the CPU")
     device, dtype = ("cpu", torch.float32) if arguments.quick else ("cuda", torch.bfloat16)
     # The rows' layers share their code objects, and each row has entries of its own.
-    torch._dynamo.config.recompile_limit = 64
-    # One graph where Dynamo can make one; glue sets these for its own compiles, Inductor does not.
-    torch._dynamo.config.capture_scalar_outputs = True
-    torch._dynamo.config.capture_dynamic_output_shape_ops = True
-    torch._inductor.config.force_disable_caches = True
-    import transformers
-
-    name = "CPU" if arguments.quick else torch.cuda.get_device_name()
-    print(f"{name}, torch {torch.__version__}, transformers {transformers.__version__}, {dtype}")
-    rows, kept = arguments.rows.split(","), []
-    for model in arguments.models.split(","):
-        kind = small(LAYERS[model]) if arguments.quick else LAYERS[model]
-        shape = kind.shape
-        print(
-            f"\n### {shape.name}: E={shape.experts}, k={shape.top_k}, H={shape.hidden}, I={shape.intermediate}", end=""
-        )
-        print(f", {shape.tokens} tokens", flush=True)
-        for mode in arguments.modes.split(",") if arguments.modes != "none" else []:
-            cells = measure_mode(kind, mode, rows, dtype, device, arguments.kernels)
-            print_mode(mode, cells)
-            kept += [{"model": model, "mode": mode, "row": row, **vars(cell)} for row, cell in cells.items()]
-            gc.collect()
-            if device == "cuda":
-                torch.cuda.empty_cache()
-        if arguments.layers:
-            measure_stack(kind, arguments.layers, rows, dtype, device)
+    entries = torch._dynamo.config.patch(recompile_limit=64)
+    with entries, torch._inductor.config.patch(force_disable_caches=True):
+        kept = measure_models(arguments, device, dtype)
     if arguments.json:
         with open(arguments.json, "w") as file:
             json.dump(kept, file, indent=1)

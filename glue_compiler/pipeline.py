@@ -21,6 +21,7 @@ from glue_compiler.errors import GlueContractError, GlueWarning
 from glue_compiler.fx import bodies
 from glue_compiler.fx.effects import EffectAnalysis
 from glue_compiler.fx.invariants import check_graph
+from glue_compiler.fx.missing_values import record_missing_values
 from glue_compiler.graph_pass import GraphPass, PassContext, PassResult, Skip, Stage
 from glue_compiler.options import GlueOptions
 
@@ -59,6 +60,7 @@ class Pipeline:
     def run(self, gm: fx.GraphModule, stage: Stage, snapshot: Snapshotter | None = None) -> list[PassReport]:
         """Run the passes of ``stage`` on ``gm``, in place. ``snapshot`` renders the graph around each change."""
         context = PassContext(self.options, EffectAnalysis.for_graph(gm))
+        record_missing_values(gm, context.effects)
         return [self._run_one(p, gm, context, snapshot) for p in self.passes if p.stage is stage]
 
     def uuid(self) -> bytes:

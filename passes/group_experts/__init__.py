@@ -12,11 +12,13 @@ from glue_compiler.fx.value_numbering import number_values
 from glue_compiler.graph_pass import Numerics, PassContext, PassResult, Skip, Stage
 from glue_compiler.passes.group_experts.analysis import plan_grouping
 from glue_compiler.passes.group_experts.rewrite import erase_dead_counts, group
+from glue_compiler.passes.group_experts.segment_rewrite import group_segments
+from glue_compiler.passes.group_experts.segments import plan_segments
 from glue_compiler.passes.group_experts.speculation import proved_regions
 
 
 class GroupExperts:
-    """Compute all experts of a loop at once: no ``nonzero`` for each expert, and no host sync.
+    """Compute all experts of a loop at once: no ``nonzero`` or piece for each expert, and no host sync.
 
     Counts: ``loops_grouped``, ``experts_grouped`` (over all loops).
     """
@@ -38,6 +40,7 @@ class GroupExperts:
         modules = list(bodies.graph_modules(graph))
         numbers = number_values(graph, context.effects).numbers
         plans = [(module, plan_grouping(module, numbers, context.effects)) for module in modules]
+        segment_plans = [(module, plan_segments(module, numbers, context.effects)) for module in modules]
         for module, plan in plans:
             proved, unproved = proved_regions(module, plan.loops, numbers, context.effects)
             skips.update(dict.fromkeys(unproved))
@@ -50,4 +53,10 @@ class GroupExperts:
             for region in proved:
                 region.proved = True
             skips.update(dict.fromkeys(plan.skips))
+        for module, segments in segment_plans:
+            group_segments(module, segments.loops, context.effects)
+            counts["loops_grouped"] += len(segments.loops)
+            counts["experts_grouped"] += sum(loop.num_experts for loop in segments.loops)
+            skips.update(dict.fromkeys(segments.skips))
+        counts = +counts  # without zeros
         return PassResult(changed=bool(counts), counts=dict(counts), skips=tuple(skips))

@@ -62,6 +62,10 @@ class ExpertLoop:
     def in_place(self) -> bool:
         return self.sinks[0].in_place
 
+    @property
+    def results(self) -> tuple[fx.Node, ...]:
+        return tuple(sink.added for sink in self.sinks)
+
 
 @dataclass
 class Plan:

@@ -12,6 +12,7 @@ from torch import fx
 
 from glue_compiler.fx.effects import EffectAnalysis, Effects, Kind
 from glue_compiler.fx.values import expression, tensors_in, value_of
+from glue_compiler.passes.group_experts.expert_rows import ExpertRows, dependents
 from glue_compiler.passes.group_experts.left_alone import LeftAlone
 from glue_compiler.passes.group_experts.row_sets import SLOT, TOKEN, RowSet, RowSets, same_size
 from glue_compiler.passes.group_experts.row_wise import mixes_rows, out_of_place
@@ -125,14 +126,14 @@ class RowWise(Step):
 
 
 class BodyMatcher:
-    """Walks from the values that are added back to the row sets, in all experts at once.
+    """Walks from the values that are added back to the experts' rows, in all experts at once.
 
-    ``body`` are the nodes walked that depend on a row set; ``peeled`` those that the steps look through: ``W[e]``.
+    ``body`` are the nodes walked that depend on the rows; ``peeled`` those that the steps look through: ``W[e]``.
     """
 
     def __init__(
         self,
-        row_sets: Sequence[RowSet],
+        row_sets: Sequence[ExpertRows],
         sets: RowSets,
         effects: dict[fx.Node, Effects],
         numbers: dict[fx.Node, int],
@@ -145,9 +146,8 @@ class BodyMatcher:
         self.numbers = numbers
         self.analysis = analysis
         self.top_k = top_k
-        self.tokens = value_of(row_sets[0].mask.selected).shape[0]
         self.counts = [rows.count for rows in row_sets]
-        self.dependent = _dependents(rows.root for rows in row_sets)
+        self.dependent = self._dependents()
         self.body: set[fx.Node] = set()
         self.peeled: set[fx.Node] = set()
         self._steps: list[Step] = []
@@ -159,6 +159,10 @@ class BodyMatcher:
             raise LeftAlone("what the experts add does not depend on their rows")
         last = self._row(tuple(added))
         return tuple(self._steps[: last.step + 1])
+
+    def _dependents(self) -> dict[fx.Node, set[fx.Node]]:
+        """Node → the roots that it is computed from."""
+        return dependents({rows.root: rows.root for rows in self.row_sets})
 
     # -- values
 
@@ -186,7 +190,7 @@ class BodyMatcher:
             if not isinstance(value_of(node), torch.Tensor | tuple | list):
                 raise LeftAlone("the body computes with the number of its rows", node)
         self._check_same_kind(nodes)
-        return self._gather(nodes) or self._reshape(nodes) or self._product(nodes) or self._row_wise(nodes)
+        return self._leaf(nodes) or self._reshape(nodes) or self._product(nodes) or self._row_wise(nodes)
 
     def _check_same_kind(self, nodes: Nodes) -> None:
         """Equal dtypes, devices and shapes, but for the number of rows."""
@@ -218,6 +222,10 @@ class BodyMatcher:
 
     # -- steps that the grouped form writes in another way
 
+    def _leaf(self, nodes: Nodes) -> Step | None:
+        """A step that takes the rows of all experts from where the body takes those of one."""
+        return self._gather(nodes)
+
     def _gather(self, nodes: Nodes) -> Step | None:
         first = nodes[0]
         selects = first.target in (torch.index_select, "index_select") and first.args[1] == 0 and not first.kwargs
@@ -246,7 +254,7 @@ class BodyMatcher:
             kinds, added_dims = kinds[:-1], added_dims + 1
         while len(kinds) > 1 and kinds[-1] == "all":
             kinds = kinds[:-1]
-        if not isinstance(value, torch.Tensor) or not same_size(value.shape[0], self.tokens):
+        if not isinstance(value, torch.Tensor) or not same_size(value.shape[0], self._tokens()):
             raise LeftAlone("the body gathers from a tensor with another number of rows than there are tokens", first)
         if not value.is_floating_point():
             raise LeftAlone("the body gathers from a tensor that is not floating point", first)
@@ -269,7 +277,12 @@ class BodyMatcher:
         for node, rows in zip(nodes, self.row_sets, strict=True):
             dim = node.args[1] if len(node.args) == 2 else node.kwargs.get("dim")
             product = node.args[0] if node.args else None
-            if node.target not in _SUM or dim not in (1, -1, (1,), (-1,)) or not isinstance(product, fx.Node):
+            if (
+                not isinstance(rows, RowSet)
+                or node.target not in _SUM
+                or dim not in (1, -1, (1,), (-1,))
+                or not isinstance(product, fx.Node)
+            ):
                 return None
             if product.target not in _MULTIPLY or len(product.args) != 2 or not rows.names_a_token_once:
                 return None
@@ -283,7 +296,11 @@ class BodyMatcher:
             return None
         return self._shared(tuple(found))
 
-    def _index_items(self, node: fx.Node, rows: RowSet) -> list[Any]:
+    def _tokens(self) -> Any:
+        rows: Any = self.row_sets[0]
+        return value_of(rows.mask.selected).shape[0]
+
+    def _index_items(self, node: fx.Node, rows: ExpertRows) -> list[Any]:
         """The parts of an index, as words: token, slot, expert, None, Ellipsis, all."""
         index = [node.args[2]] if node.target is not operator.getitem else node.args[1]
         described: list[Any] = []
@@ -446,21 +463,6 @@ class BodyMatcher:
                 self.peeled.update(peeled)
                 return Stacked(base), flipped
         return Separate(peeled), flipped
-
-
-def _dependents(roots: Any) -> dict[fx.Node, set[fx.Node]]:
-    """Node → the roots that it is computed from; what is added to an accumulator is no longer followed."""
-    found: dict[fx.Node, set[fx.Node]] = {}
-    for root in roots:
-        waiting = [root]
-        while waiting:
-            node = waiting.pop()
-            if root in found.setdefault(node, set()):
-                continue
-            found[node].add(root)
-            if node.target not in ("index_add_", "index_add"):
-                waiting.extend(node.users)
-    return found
 
 
 def _bound(node: fx.Node) -> list[Any]:

@@ -1,0 +1,235 @@
+"""Writes the steps of a body for the rows of all experts at once."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import operator
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+import glue_compiler.ops  # noqa: F401  registers torch.ops.glue
+from glue_compiler import compat
+from glue_compiler.errors import GlueInvariantError
+from glue_compiler.fx.effects import EffectAnalysis
+from glue_compiler.fx.values import requires_grad, value_of
+from glue_compiler.passes.group_experts.expert_bodies import (
+    PerExpert,
+    Product,
+    Reshape,
+    Row,
+    RowWise,
+    Separate,
+    Stacked,
+    Step,
+    Vector,
+)
+
+_glue = torch.ops.glue
+
+
+class Grouping(Protocol):
+    """What was proved to be one grouped computation, as far as writing its body needs to know."""
+
+    @property
+    def num_experts(self) -> int: ...
+
+    @property
+    def first_expert(self) -> int:
+        """The experts are those from this one on."""
+        ...
+
+    @property
+    def steps(self) -> tuple[Step, ...]: ...
+
+    @property
+    def last(self) -> fx.Node:
+        """Where the grouped form is written."""
+        ...
+
+    @property
+    def results(self) -> tuple[fx.Node, ...]:
+        """What each expert's body gives."""
+        ...
+
+    @property
+    def autocast(self) -> tuple[fx.Node, ...]: ...
+
+
+class Emitter:
+    """Makes nodes together with the fake values of their results."""
+
+    def __init__(self, gm: fx.GraphModule, loop: Grouping, analysis: EffectAnalysis) -> None:
+        self.graph = gm.graph
+        self.analysis = analysis
+        kept = ("stack_trace", "nn_module_stack")
+        self.meta = {key: loop.last.meta[key] for key in kept if key in loop.last.meta}
+        self.grad = any(requires_grad(value_of(node)) for node in loop.results)
+        self.autocast = loop.autocast
+
+    def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        return self._made(self.graph.call_function(target, args, kwargs))
+
+    def method(self, name: str, *args: Any, **kwargs: Any) -> fx.Node:
+        return self._made(self.graph.call_method(name, args, kwargs))
+
+    def node(self, op: str, target: Any, args: Any, kwargs: Any) -> fx.Node:
+        return self._made(self.graph.create_node(op, target, args, kwargs))
+
+    def _made(self, node: fx.Node) -> fx.Node:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
+        fake_mode = self.analysis.fake_mode
+        with contextlib.ExitStack() as modes:
+            modes.enter_context(torch.set_grad_enabled(self.grad))
+            for opened in self.autocast:
+                modes.enter_context(torch.autocast(*opened.args))  # type: ignore[arg-type]
+            modes.enter_context(compat.speculation(fake_mode, getattr(fake_mode, "shape_env", None)))
+            if node.op == "call_method":
+                value = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+            else:
+                value = node.target(*args, **kwargs)  # type: ignore[operator]
+        node.meta.update(self.meta, example_value=value)
+        return node
+
+
+class GroupedBody:
+    """A body over the rows of all experts. ``ordered`` has as many rows; ``offsets`` says where each expert's end.
+
+    Subclasses say how rows come in, and what becomes of the last step's.
+    """
+
+    def __init__(self, emit: Emitter, loop: Grouping, ordered: fx.Node, offsets: fx.Node) -> None:
+        self.emit = emit
+        self.steps = loop.steps
+        self.num_experts = loop.num_experts
+        self.first_expert = loop.first_expert
+        self.ordered = ordered
+        self.offsets = offsets
+        self.results: dict[int, fx.Node] = {}
+        self.stacks: dict[PerExpert, fx.Node] = {}
+        self.repeated: dict[Vector, fx.Node] = {}
+        self.row_count: Any = None
+
+    def compute(self, end: int) -> fx.Node:
+        """Write step ``end`` with all that it is computed from."""
+        needed = self._needed(end)
+        for i, step in enumerate(self.steps):
+            if i in needed:
+                self.results[i] = self._step(step)
+        return self.results[end]
+
+    def _needed(self, end: int) -> set[int]:
+        """The steps that step ``end`` is computed from, and itself."""
+        needed = {end}
+        for i in range(end, -1, -1):
+            if i in needed:
+                needed.update(row.step for row in rows_of(self.steps[i]))
+        return needed
+
+    # -- steps
+
+    def _step(self, step: Step) -> fx.Node:
+        result = self._write_step(step)
+        self._check(result, step)
+        return result
+
+    def _write_step(self, step: Step) -> fx.Node:
+        if isinstance(step, Reshape):
+            return self._reshaped(self.results[step.row.step], step.tail)
+        if isinstance(step, Product):
+            return self._product(step)
+        if isinstance(step, RowWise):
+            return self.emit.node(step.node.op, step.target, self._argument(step.args), self._argument(step.kwargs))
+        return self._leaf(step)
+
+    def _leaf(self, step: Step) -> fx.Node:
+        """Rows of all experts for those that a body is given."""
+        raise NotImplementedError
+
+    def _product(self, step: Product) -> fx.Node:
+        x = self.results[step.x.step]
+        if isinstance(step.weight, Stacked) and not isinstance(step.bias, Separate):
+            weight = self._stacked(step.weight)
+            bias = self._stacked(step.bias) if step.bias else None
+            arguments = (x, weight, self.offsets, bias, step.transposed)
+            return self.emit.call(_glue.grouped_linear.default, *arguments)
+        weights = self._separate(step.weight)
+        biases = self._separate(step.bias) if step.bias else []
+        return self.emit.call(_glue.grouped_linear_list.default, x, weights, self.offsets, biases, step.transposed)
+
+    def _separate(self, values: PerExpert) -> list[fx.Node]:
+        if isinstance(values, Separate):
+            return list(values.nodes)
+        parts = self.emit.method("unbind", self._stacked(values), 0)
+        return [self.emit.call(operator.getitem, parts, i) for i in range(self.num_experts)]
+
+    def _stacked(self, values: PerExpert) -> fx.Node:
+        """One tensor ``[E, ...]``."""
+        if values not in self.stacks:
+            if isinstance(values, Separate):
+                self.stacks[values] = self.emit.call(torch.stack, list(values.nodes))
+            elif value_of(values.base).shape[0] == self.num_experts:
+                self.stacks[values] = values.base
+            else:
+                self.stacks[values] = self.emit.method("narrow", values.base, 0, self.first_expert, self.num_experts)
+        return self.stacks[values]
+
+    def _argument(self, value: Any) -> Any:
+        if isinstance(value, Row):
+            return self.results[value.step]
+        if isinstance(value, Vector):
+            return self._repeat(value)
+        if isinstance(value, tuple | list):
+            items = [self._argument(item) for item in value]
+            return tuple(items) if isinstance(value, tuple) else items
+        if isinstance(value, dict):
+            return {key: self._argument(item) for key, item in value.items()}
+        if isinstance(value, slice):
+            return slice(*(self._argument(part) for part in (value.start, value.stop, value.step)))
+        return value
+
+    def _repeat(self, vector: Vector) -> fx.Node:
+        if vector not in self.repeated:
+            width = math.prod(vector.shape)
+            values = self._reshaped(self._stacked(vector.values), (width,), first=self.num_experts)
+            if self.row_count is None:
+                rows = value_of(self.ordered).shape[0]
+                symbolic = isinstance(rows, torch.SymInt)
+                self.row_count = self.emit.call(torch.ops.aten.sym_size.int, self.ordered, 0) if symbolic else rows
+            self.repeated[vector] = self.emit.call(_glue.grouped_repeat.default, values, self.offsets, self.row_count)
+        return self.repeated[vector]
+
+    def _reshaped(self, node: fx.Node, tail: tuple[Any, ...], first: int = -1) -> fx.Node:
+        value = value_of(node)
+        if tuple(value.shape[1:]) == tail and value.dim() == len(tail) + 1:
+            return node
+        return self.emit.method("reshape", node, first, *tail)
+
+    def _check(self, result: fx.Node, step: Step) -> None:
+        """The grouped form must have the dtype and row sizes of what it stands for."""
+        got, wanted = value_of(result), value_of(step.node)
+        if isinstance(wanted, torch.Tensor) and (got.dtype, tuple(got.shape[1:])) != (wanted.dtype, step.tail):
+            raise GlueInvariantError(
+                f"group_experts wrote '{step.node.name}', {wanted.dtype} with rows of {step.tail}, as {got.dtype} with "
+                f"rows of {tuple(got.shape[1:])}"
+            )
+
+
+def rows_of(step: Step) -> list[Row]:
+    """The results of earlier steps that a step takes, as often as it takes them."""
+    found: list[Row] = []
+
+    def look(value: Any) -> None:
+        if isinstance(value, Row):
+            found.append(value)
+        elif isinstance(value, tuple | list):
+            for item in value:
+                look(item)
+        elif isinstance(value, dict):
+            look(list(value.values()))
+
+    look([getattr(step, name) for name in ("args", "kwargs", "row", "x") if hasattr(step, name)])
+    return found

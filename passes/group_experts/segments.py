@@ -1,0 +1,354 @@
+"""Finds loops over pieces of rows that are sorted by expert, and proves of each that it is one grouped computation.
+
+The pieces are consecutive: expert ``e`` has the rows from the sum of the counts before it on, as many as its own count.
+Their results stand in the same order, joined by ``cat`` or written to the same rows of a fresh tensor. Changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from glue_compiler.fx.effects import EffectAnalysis, Effects, Kind
+from glue_compiler.fx.values import expression, source_line, storage_of, storages_of, tensors_in, value_of
+from glue_compiler.graph_pass import Skip
+from glue_compiler.passes.group_experts.boundaries import Boundaries, Boundary
+from glue_compiler.passes.group_experts.expert_bodies import Product, Step
+from glue_compiler.passes.group_experts.left_alone import LeftAlone
+from glue_compiler.passes.group_experts.modes import Modes
+from glue_compiler.passes.group_experts.pieces import Extent, Piece, PieceRows, Pieces, Write
+from glue_compiler.passes.group_experts.row_counts import RowCounts, Total
+from glue_compiler.passes.group_experts.segment_bodies import Segment, SegmentBodies
+from glue_compiler.passes.group_experts.segment_numbers import SegmentNumbers
+
+_CAT = {torch.cat, torch.concat, torch.concatenate}
+_ZEROS = {torch.zeros, torch.zeros_like, "new_zeros"}
+_EMPTY = {torch.empty, torch.empty_like, "new_empty"}
+
+
+@dataclass(frozen=True)
+class SegmentLoop:
+    """A loop over pieces that is proved to be one grouped computation over all rows."""
+
+    counts: fx.Node
+    """Integer vector; its first ``num_experts`` items are the experts' row counts."""
+    num_experts: int
+    rows: tuple[PieceRows, ...]
+    steps: tuple[Step, ...]
+    results: tuple[fx.Node, ...]
+    """What each expert's body gives."""
+    writes: tuple[Write, ...]
+    """Empty for a loop whose results ``last`` joins."""
+    last: fx.Node
+    """Where the grouped form is written."""
+    checks_counts: bool
+    """The counts are not proved to be those of all rows; what proves it at run time goes, so a check must stay."""
+    absorbed: frozenset[fx.Node]
+    """What the loop consists of; these nodes go once nothing uses them."""
+    numbers: frozenset[fx.Node]
+    """What was read from the counts, with checks of it that cannot fail: they go if nothing else needs one of them."""
+    autocast: tuple[fx.Node, ...]
+    row_counts: frozenset[Boundary]
+    """The numbers of rows of the experts."""
+
+    @property
+    def first_expert(self) -> int:
+        return self.rows[0].expert
+
+    @property
+    def source(self) -> fx.Node:
+        return self.rows[0].pieces[0].source
+
+    @property
+    def result(self) -> fx.Node:
+        """What holds the rows of all experts, in order."""
+        return self.writes[0].into if self.writes else self.last
+
+
+@dataclass
+class SegmentPlan:
+    loops: list[SegmentLoop] = field(default_factory=list)
+    skips: list[Skip] = field(default_factory=list)
+
+
+def plan_segments(gm: fx.GraphModule, numbers: dict[fx.Node, int], analysis: EffectAnalysis) -> SegmentPlan:
+    """Plan for one graph (bodies of its higher-order operators are graphs of their own).
+
+    Args:
+        numbers: value numbers; nodes with one number compute the same value. May lack nodes.
+    """
+    boundaries = Boundaries(numbers)
+    found = Pieces(boundaries)
+    pieces = [piece for node in gm.graph.nodes if (piece := found.piece(node))]
+    if not pieces:
+        return SegmentPlan()
+    return _Planner(gm, numbers, analysis, boundaries, found, pieces).run()
+
+
+def counts_rows_of(value: Any, loop: SegmentLoop, numbers: dict[fx.Node, int]) -> bool:
+    """Is ``value`` (an int, or the node of one or of a 0-d tensor) the number of rows of one of the loop's experts?
+
+    If it is zero, that expert's part of the grouped form computes nothing and leaves no row in the result: code that
+    was traced although it is skipped for an expert without rows does nothing then, as far as it is in ``absorbed``.
+    """
+    boundary = Boundaries(numbers).of(value)
+    return boundary is not None and boundary in loop.row_counts
+
+
+class _Planner:
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        numbers: dict[fx.Node, int],
+        analysis: EffectAnalysis,
+        boundaries: Boundaries,
+        found: Pieces,
+        pieces: Sequence[Piece],
+    ) -> None:
+        self.nodes = list(gm.graph.nodes)
+        self.position = {node: i for i, node in enumerate(self.nodes)}
+        self.numbers = numbers
+        self.analysis = analysis
+        self.effects: dict[fx.Node, Effects] = {node: analysis.of(gm, node) for node in self.nodes}
+        self.modes = Modes(self.nodes, self.effects)
+        self.row_counts = RowCounts(self.nodes, self.effects)
+        self.boundaries = boundaries
+        self.pieces = {piece.node: piece for piece in pieces}
+        self.writes = [write for node in self.nodes if (write := found.write(node))]
+        self.ends = {write.node for write in self.writes} | {node for node in self.nodes if _joined(node)}
+
+    def run(self) -> SegmentPlan:
+        plan = SegmentPlan()
+        matched: set[fx.Node] = set()
+        for results, writes, last in self._candidates():
+            rows = [self._rows(node, expert) for expert, node in enumerate(results)]
+            if not all(rows):
+                continue
+            matched.update(piece.node for each in rows if each for piece in each.pieces)
+            try:
+                plan.loops.append(self._loop(results, [each for each in rows if each], writes, last))
+            except LeftAlone as left:
+                node = left.node or last
+                plan.skips.append(Skip(left.reason, node.name, source_line(node)))
+        left_over = {piece.source: piece for piece in self.pieces.values() if piece.node not in matched}
+        for piece in left_over.values():
+            if piece.split is not None or not piece.extent[0].is_constant:
+                reason = "pieces of rows are not put together again in order, by cat or in a fresh tensor"
+                plan.skips.append(Skip(reason, piece.node.name, source_line(piece.node)))
+        return plan
+
+    def _candidates(self) -> list[tuple[list[fx.Node], list[Write], fx.Node]]:
+        """(what each expert gives, the writes of it, the last node): of every cat of rows and every written tensor."""
+        found: list[tuple[list[fx.Node], list[Write], fx.Node]] = [
+            (joined, [], node) for node in self.nodes if (joined := _joined(node))
+        ]
+        into: dict[fx.Node, list[Write]] = defaultdict(list)
+        for write in self.writes:
+            into[write.into].append(write)
+        found += [([w.value for w in writes], writes, writes[-1].node) for writes in into.values()]
+        return found
+
+    def _rows(self, result: fx.Node, expert: int) -> PieceRows | None:
+        """The pieces that ``result`` is computed from; None if there are none, or of different extents."""
+        found: set[fx.Node] = set()
+        waiting, seen = [result], {result}
+        while waiting:
+            node = waiting.pop()
+            if node in self.pieces:
+                found.add(node)
+            elif node not in self.ends and isinstance(value_of(node), torch.Tensor | tuple | list):
+                new = [arg for arg in node.all_input_nodes if arg not in seen]
+                seen.update(new)
+                waiting += new
+        pieces = tuple(self.pieces[node] for node in sorted(found, key=self.position.__getitem__))
+        return PieceRows(pieces, expert) if len({piece.extent for piece in pieces}) == 1 else None
+
+    # -- one loop
+
+    def _loop(self, results: list[fx.Node], rows: list[PieceRows], writes: list[Write], last: fx.Node) -> SegmentLoop:
+        extents = [each.pieces[0].extent for each in rows]
+        counts = self._counts(extents)
+        if writes and [write.extent for write in writes] != extents:
+            raise LeftAlone("an expert's result is written to other rows than it was computed from")
+        if value_of(counts).device != value_of(results[0]).device:
+            raise LeftAlone("the row counts are on another device than the rows", counts)
+        all_rows = self._rows_of_sources(rows)
+        matcher = SegmentBodies(rows, self.ends, self.effects, self.numbers, self.analysis)
+        steps = matcher.match(results)
+        pieces = [piece for each in rows for piece in each.pieces]
+        from_split = any(piece.split is not None for piece in pieces)
+        total = self._total(counts, len(rows), all_rows)
+        covers = total is not None and total.exact
+        if not covers and not from_split:
+            self._check_rows_beyond(steps, writes, total)
+        self._check_result(steps[-1], results, writes, last, pieces, all_rows)
+
+        numbers = SegmentNumbers(self.boundaries, self.effects, counts, all_rows, exact=covers or from_split)
+        trail = numbers.trail(node for each in (*pieces, *writes) for node in each.numbers)
+        ends = {last, *(write.node for write in writes)}
+        body = matcher.body | matcher.peeled | {piece.node for piece in pieces}
+        body |= {piece.split for piece in pieces if piece.split is not None}
+        sizes = numbers.dead_ends(body, pieces)
+        self._check_users(matcher.body | {piece.node for piece in pieces}, body | ends | sizes)
+        self._check_memory(body, writes, last)
+        self._check_unwritten(trail)
+        computed = sorted(matcher.body | matcher.peeled | ends, key=self.position.__getitem__)
+        self.modes.check_uniform([node for node in computed if node in ends or _is_float(node)])
+        return SegmentLoop(
+            counts=counts,
+            num_experts=len(rows),
+            rows=tuple(rows),
+            steps=steps,
+            results=tuple(results),
+            writes=tuple(writes),
+            last=last,
+            checks_counts=from_split and not covers,
+            absorbed=frozenset(body | ends | sizes),
+            numbers=frozenset(trail - {counts} | numbers.dead_ends(trail - {counts}, pieces)),
+            autocast=self.modes.autocast_of(last),
+            row_counts=frozenset(stop.plus(start, -1) for start, stop in extents),
+        )
+
+    def _total(self, counts: fx.Node, experts: int, all_rows: Any) -> Total | None:
+        """What the counts of the experts sum to, if it is at most all rows."""
+        total = self.row_counts.total(counts)
+        if total is None or not bool(total.rows == all_rows):
+            return None
+        return Total(total.rows, total.exact and value_of(counts).shape[0] == experts)
+
+    @staticmethod
+    def _counts(extents: list[Extent]) -> fx.Node:
+        """The vector whose items, in order, are the lengths of the pieces."""
+        at = Boundary()
+        vectors: list[fx.Node] = []
+        for expert, (start, stop) in enumerate(extents):
+            if start != at:
+                where = "the first piece does not begin at row 0" if not expert else "the pieces are not consecutive"
+                raise LeftAlone(f"{where}, in the order in which the results are put together")
+            length = stop.plus(start, -1)
+            item = next(iter(length.items), None)
+            if length.constant or len(length.items) != 1 or item is None or item[1] != 1 or item[0][1] != expert:
+                raise LeftAlone("the numbers of rows of the experts are not the items of one vector, in order")
+            vectors.append(item[0][0])
+            at = stop
+        if len(set(vectors)) != 1:
+            raise LeftAlone("the numbers of rows of the experts are not the items of one vector, in order")
+        return vectors[0]
+
+    @staticmethod
+    def _rows_of_sources(rows: Sequence[PieceRows]) -> Any:
+        sizes = {expression(value_of(piece.source).shape[0]) for each in rows for piece in each.pieces}
+        if len(sizes) != 1:
+            raise LeftAlone("the pieces are those of tensors with different numbers of rows", rows[0].root)
+        return sizes.pop()
+
+    @staticmethod
+    def _check_rows_beyond(steps: tuple[Step, ...], writes: list[Write], total: Total | None) -> None:
+        """The pieces may end before the rows do; then the rows beyond them must have no effect."""
+        if total is None:
+            raise LeftAlone(
+                "the row counts are not known to be counts of the rows; counts that the same graph makes with one_hot "
+                "and sum, or pieces made by split, would show that they are"
+            )
+        if not writes or writes[0].into.target not in _ZEROS:
+            raise LeftAlone(
+                "the pieces may end before the rows do, and the result has no zeros there; counts of topk's indices "
+                "would show that they do not"
+            )
+        of_rows_alone = all(isinstance(step, Product | Segment) for step in steps)
+        if not of_rows_alone or not isinstance(steps[-1], Product):
+            # Not-a-numbers and shared gradients could come out of rows that no expert has.
+            raise LeftAlone("the pieces may end before the rows do, and the body is more than products")
+
+    def _check_result(
+        self,
+        step: Step,
+        results: list[fx.Node],
+        writes: list[Write],
+        last: fx.Node,
+        pieces: list[Piece],
+        all_rows: Any,
+    ) -> None:
+        given = value_of(results[0])
+        if expression(given.shape[0]) != expression(value_of(pieces[0].node).shape[0]):
+            raise LeftAlone("an expert's result does not have its rows in the first dimension", results[0])
+        if storages_of(given) & {storage for piece in pieces for storage in storages_of(value_of(piece.source))}:
+            raise LeftAlone("the body gives a view of its rows", results[0])
+        if not given.is_floating_point():
+            raise LeftAlone("an expert's result is not floating point", results[0])
+        if not writes:
+            return
+        into = value_of(writes[0].into)
+        if writes[0].into.target not in _ZEROS | _EMPTY:
+            raise LeftAlone("the results are written to a tensor that is not fresh, of zeros or empty", last)
+        if not into.is_floating_point() or into.device != given.device:
+            raise LeftAlone("the results are written to a tensor of integers, or on another device", last)
+        shape = tuple(expression(size) for size in into.shape)
+        if shape != (all_rows, *step.tail):
+            raise LeftAlone("the tensor that the results are written to has another shape than all rows' results", last)
+        self._check_uses(writes)
+
+    def _check_uses(self, writes: list[Write]) -> None:
+        """Nobody has the tensor that the results are written to before the last is written."""
+        into = writes[0].into
+        storage = storage_of(value_of(into))
+        mine = {write.node for write in writes} | {into}
+        for node in self.nodes[: self.position[writes[-1].node]]:
+            uses = storages_of([value_of(node), *(value_of(arg) for arg in node.all_input_nodes)])
+            if node not in mine and storage in uses:
+                raise LeftAlone("the tensor that the results are written to is used before all are written", node)
+
+    def _check_users(self, values: set[fx.Node], inside: set[fx.Node]) -> None:
+        """A value of one expert's rows has no user outside of the loop."""
+        for node in sorted(values, key=self.position.__getitem__):
+            for user in node.users:
+                if user in inside:
+                    continue
+                if self.effects[user].writes:
+                    raise LeftAlone("the body writes a tensor in place; out of place it would be grouped", user)
+                raise LeftAlone(
+                    f"'{node.name}', a value of one expert's rows, is used outside of the loop's body", user
+                )
+
+    def _check_memory(self, body: set[fx.Node], writes: list[Write], last: fx.Node) -> None:
+        """The grouped form reads its operands where the loop ends, so nothing may write them before."""
+        mine = {write.node for write in writes}
+        operands = {arg for node in body for arg in (node, *node.all_input_nodes)}
+        read = {storage for node in operands for storage in storages_of(value_of(node))}
+        begin = min(self.position[node] for node in body)
+        for node in self.nodes[begin : self.position[last]]:
+            effects = self.effects[node]
+            if effects.kind is Kind.BARRIER:
+                raise LeftAlone(f"'{node.name}' runs between the experts, and what it does is not known", node)
+            if effects.writes & read and node not in mine:
+                raise LeftAlone("an operand of the loop is written while the loop runs", node)
+
+    def _check_unwritten(self, trail: set[fx.Node]) -> None:
+        """Nothing writes the row counts, or what is made of them, until the last number was read from them."""
+        memory = {storage for node in trail for storage in storages_of(value_of(node))}
+        positions = sorted(self.position[node] for node in trail)
+        for node in self.nodes[positions[0] + 1 : positions[-1]]:
+            effects = self.effects[node]
+            if effects.kind is Kind.BARRIER or effects.writes & memory:
+                raise LeftAlone("the row counts may change before all of them are read", node)
+
+
+def _joined(node: fx.Node) -> list[fx.Node]:
+    """The tensors that a ``cat`` puts behind each other."""
+    if node.target not in _CAT or not node.args or not isinstance(node.args[0], tuple | list):
+        return []
+    dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
+    parts = list(node.args[0])
+    value = value_of(node)
+    if not isinstance(value, torch.Tensor) or dim not in (0, -value.dim()) or "out" in node.kwargs:
+        return []
+    return parts if parts and all(isinstance(part, fx.Node) for part in parts) else []  # type: ignore[return-value]
+
+
+def _is_float(node: fx.Node) -> bool:
+    return any(tensor.is_floating_point() for tensor in tensors_in(value_of(node)))
