@@ -16,7 +16,7 @@ from glue_compiler.passes.group_experts.pieces import Piece
 
 
 class SegmentNumbers:
-    """``counts``: the vector of row counts; ``rows``: a sympy expression, their sum, or a bound of it if not ``exact``."""
+    """``counts``: the vector of row counts; ``rows``: a sympy expression, their sum, or its bound if not ``exact``."""
 
     def __init__(
         self,
@@ -44,6 +44,7 @@ class SegmentNumbers:
             if node in found or not self._is_a_sum(node):
                 continue
             found.add(node)
+            self._learn(node)
             waiting += node.all_input_nodes
         return found
 

@@ -109,7 +109,7 @@ def test_a_module_list_with_biases():
 
 def test_stacked_biases_and_vectors():
     def loop(x, logits, gate_up, down):
-        weights, selected, order = routed(logits)
+        _, selected, order = routed(logits)
         rows = x[order // selected.shape[1]]
         outputs, start = [], 0
         for expert, n in enumerate(scattered_counts(selected, EXPERTS).tolist()):
