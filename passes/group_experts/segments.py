@@ -189,7 +189,8 @@ class _Planner:
         self._check_result(steps[-1], results, writes, last, pieces, all_rows)
 
         numbers = SegmentNumbers(self.boundaries, self.effects, counts, all_rows, exact=covers or from_split)
-        trail = numbers.trail(node for each in (*pieces, *writes) for node in each.numbers)
+        read = [node for piece in pieces for node in piece.numbers]
+        trail = numbers.trail([*read, *(node for write in writes for node in write.numbers)])
         ends = {last, *(write.node for write in writes)}
         body = matcher.body | matcher.peeled | {piece.node for piece in pieces}
         body |= {piece.split for piece in pieces if piece.split is not None}
@@ -350,7 +351,7 @@ def _joined(node: fx.Node) -> list[fx.Node]:
     value = value_of(node)
     if not isinstance(value, torch.Tensor) or dim not in (0, -value.dim()) or "out" in node.kwargs:
         return []
-    return parts if parts and all(isinstance(part, fx.Node) for part in parts) else []  # type: ignore[return-value]
+    return parts if parts and all(isinstance(part, fx.Node) for part in parts) else []
 
 
 def _is_float(node: fx.Node) -> bool:

@@ -149,7 +149,7 @@ def rows_written_in_between(x, logits, gate_up, down):
     rows, sizes = sorted_rows(x.detach(), logits)
     outputs = []
     for e, piece in enumerate(rows.split(sizes)):
-        outputs.append(F.linear(piece, gate_up[e]))
+        outputs.append(F.linear(piece, gate_up[e].detach()))
         rows.add_(1)
     return torch.cat(outputs)
 
@@ -169,7 +169,7 @@ NEAR_MISSES = {
     another_activation: "the experts' bodies differ: 'silu' in that of expert 0, 'relu' in that of expert 2",
     softmax_over_rows: "acts across the rows",
     a_piece_used_elsewhere: "used outside of the loop's body",
-    a_row_count_in_the_body: "number of its rows",
+    a_row_count_in_the_body: "compute with different numbers",
     views_of_the_rows: "a view of its rows",
     rows_written_in_between: "written while the loop runs",
 }
