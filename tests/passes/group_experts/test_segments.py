@@ -24,7 +24,7 @@ from tests.passes.group_experts.segment_loops import (
 
 
 def needs_capture_of(loop):
-    if loop is loop_slice and not compat.version_at_least("2.13"):
+    if loop is loop_slice and not compat.version_at_least(2, 13):
         pytest.skip("Dynamo of torch 2.11 leaves a write to a slice of unknown length to eager")
 
 
