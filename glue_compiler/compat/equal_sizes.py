@@ -6,7 +6,7 @@ from typing import Any
 
 import sympy
 
-from glue_compiler.compat.symbols import is_unbacked
+from glue_compiler.compat.symbols import is_unbacked, replacements_changed
 
 
 def assume_equal(shape_env: Any, first: Any, second: Any) -> None:
@@ -23,5 +23,5 @@ def assume_equal(shape_env: Any, first: Any, second: Any) -> None:
         if is_unbacked(symbol) and abs(difference.coeff(symbol)) == 1:
             other = symbol - difference if difference.coeff(symbol) == 1 else symbol + difference
             shape_env.replacements[symbol] = other
-            shape_env._update_version_counter()
+            replacements_changed(shape_env)
             return

@@ -64,9 +64,15 @@ def restored_on_error(shape_env: Any) -> Iterator[None]:
             attribute = getattr(shape_env, name)
             attribute.clear()
             attribute.update(content)
-        # The version is what ShapeEnv's memoised simplifications are keyed on.
-        shape_env._update_version_counter()
+        replacements_changed(shape_env)
         raise
+
+
+def replacements_changed(shape_env: Any) -> None:
+    """Tell ``shape_env`` that its table of replacements was edited: what it has simplified is out of date."""
+    shape_env._update_version_counter()
+    if hasattr(shape_env, "_replacements_version_counter"):  # since 2.13, for the expressions that SymNodes keep
+        shape_env._replacements_version_counter += 1
 
 
 def upper_bound(expression: Any, shape_env: Any) -> int | None:

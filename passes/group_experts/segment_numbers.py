@@ -16,7 +16,7 @@ from glue_compiler.passes.group_experts.pieces import Piece
 
 
 class SegmentNumbers:
-    """``counts``: the vector of row counts; ``rows``: their sum as sympy expression, or a bound if not ``exact``."""
+    """``counts``: the vector of row counts; ``rows``: a sympy expression, their sum, or its bound if not ``exact``."""
 
     def __init__(
         self,
@@ -44,6 +44,7 @@ class SegmentNumbers:
             if node in found or not self._is_a_sum(node):
                 continue
             found.add(node)
+            self._learn(node)
             waiting += node.all_input_nodes
         return found
 
@@ -123,15 +124,20 @@ class SegmentNumbers:
         return False
 
     def _is_not_negative(self, number: Any) -> bool:
-        number = sympy.sympify(number).xreplace(self._meaning)
-        length = value_of(self._counts).shape[0]
-        slack = self._rows - sum(self._count(i) for i in range(length))
-        # The slack is zero, or at least not negative, so taking it away from a number proves it for that number.
-        for times in (0, 1, -1) if self._exact else (0, 1):
+        counts = [self._count(i) for i in range(value_of(self._counts).shape[0])]
+        number = sympy.expand(sympy.sympify(number).xreplace(self._meaning))
+        if self._exact:
+            *counts, last = counts
+            number = sympy.expand(number.xreplace({last: self._rows - sum(counts)}))
+        # What the counts leave of the rows is the last count, or not known, and in both cases not negative.
+        slack = self._rows - sum(counts)
+        symbols = (*counts, *self._not_negative)
+        for times in (0, 1):
             left = sympy.expand(number - times * slack)
-            positive = [left.coeff(symbol) for symbol in (*self._count_symbols.values(), *self._not_negative)]
-            rest = left.xreplace(dict.fromkeys((*self._count_symbols.values(), *self._not_negative), sympy.S.Zero))
-            if rest.is_number and rest >= 0 and all(each.is_number and each >= 0 for each in positive):
+            rest = left.xreplace(dict.fromkeys(symbols, sympy.S.Zero))
+            linear = sympy.expand(left - rest - sum(left.coeff(symbol) * symbol for symbol in symbols)) == 0
+            factors = [left.coeff(symbol) for symbol in symbols]
+            if linear and rest.is_number and rest >= 0 and all(each.is_number and each >= 0 for each in factors):
                 return True
         return False
 

@@ -119,6 +119,8 @@ class _Planner:
         self.row_counts = RowCounts(self.nodes, self.effects)
         self.boundaries = boundaries
         self.pieces = {piece.node: piece for piece in pieces}
+        self.equal_sizes: dict[Any, Any] = {}
+        """Number of rows of a loop's result → that of its source, which is the same by the proof."""
         self.writes = [write for node in self.nodes if (write := found.write(node))]
         self.ends = {write.node for write in self.writes} | {node for node in self.nodes if _joined(node)}
 
@@ -131,7 +133,9 @@ class _Planner:
                 continue
             matched.update(piece.node for each in rows if each for piece in each.pieces)
             try:
-                plan.loops.append(self._loop(results, [each for each in rows if each], writes, last))
+                loop = self._loop(results, [each for each in rows if each], writes, last)
+                plan.loops.append(loop)
+                self.equal_sizes.setdefault(*(self._size(value_of(n).shape[0]) for n in (loop.result, loop.source)))
             except LeftAlone as left:
                 node = left.node or last
                 plan.skips.append(Skip(left.reason, node.name, source_line(node)))
@@ -189,7 +193,8 @@ class _Planner:
         self._check_result(steps[-1], results, writes, last, pieces, all_rows)
 
         numbers = SegmentNumbers(self.boundaries, self.effects, counts, all_rows, exact=covers or from_split)
-        trail = numbers.trail(node for each in (*pieces, *writes) for node in each.numbers)
+        read = [node for piece in pieces for node in piece.numbers]
+        trail = numbers.trail([*read, *(node for write in writes for node in write.numbers)])
         ends = {last, *(write.node for write in writes)}
         body = matcher.body | matcher.peeled | {piece.node for piece in pieces}
         body |= {piece.split for piece in pieces if piece.split is not None}
@@ -240,9 +245,12 @@ class _Planner:
             raise LeftAlone("the numbers of rows of the experts are not the items of one vector, in order")
         return vectors[0]
 
-    @staticmethod
-    def _rows_of_sources(rows: Sequence[PieceRows]) -> Any:
-        sizes = {expression(value_of(piece.source).shape[0]) for each in rows for piece in each.pieces}
+    def _size(self, size: Any) -> Any:
+        """A sympy expression, the same for sizes that are proved equal."""
+        return self.equal_sizes.get(expression(size), expression(size))
+
+    def _rows_of_sources(self, rows: Sequence[PieceRows]) -> Any:
+        sizes = {self._size(value_of(piece.source).shape[0]) for each in rows for piece in each.pieces}
         if len(sizes) != 1:
             raise LeftAlone("the pieces are those of tensors with different numbers of rows", rows[0].root)
         return sizes.pop()
@@ -288,7 +296,7 @@ class _Planner:
             raise LeftAlone("the results are written to a tensor that is not fresh, of zeros or empty", last)
         if not into.is_floating_point() or into.device != given.device:
             raise LeftAlone("the results are written to a tensor of integers, or on another device", last)
-        shape = tuple(expression(size) for size in into.shape)
+        shape = tuple(self._size(size) for size in into.shape)
         if shape != (all_rows, *step.tail):
             raise LeftAlone("the tensor that the results are written to has another shape than all rows' results", last)
         self._check_uses(writes)
@@ -347,7 +355,7 @@ def _joined(node: fx.Node) -> list[fx.Node]:
     value = value_of(node)
     if not isinstance(value, torch.Tensor) or dim not in (0, -value.dim()) or "out" in node.kwargs:
         return []
-    return parts if parts and all(isinstance(part, fx.Node) for part in parts) else []  # type: ignore[return-value]
+    return parts if parts and all(isinstance(part, fx.Node) for part in parts) else []
 
 
 def _is_float(node: fx.Node) -> bool:

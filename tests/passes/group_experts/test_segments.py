@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from glue_compiler import compat
 from tests.captured import count, result_and_gradients
 from tests.passes.group_experts.loops import EXPERTS, INNER, WIDTH, compiled
 from tests.passes.group_experts.segment_loops import (
@@ -22,6 +23,11 @@ from tests.passes.group_experts.segment_loops import (
 )
 
 
+def needs_capture_of(loop):
+    if loop is loop_slice and not compat.version_at_least(2, 13):
+        pytest.skip("Dynamo of torch 2.11 leaves a write to a slice of unknown length to eager")
+
+
 def check(loop, call, inputs, **tolerance):
     """Outputs and all gradients."""
     expected, actual = result_and_gradients(loop, inputs), result_and_gradients(call, inputs)
@@ -33,6 +39,7 @@ def check(loop, call, inputs, **tolerance):
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_every_spelling(spelling):
     loop, loops = SPELLINGS[spelling]
+    needs_capture_of(loop)
     run = compiled(loop)
     for favourite in (None, 1):  # all to one expert first: the others have few rows or none
         check(loop, run.call, router_inputs(favourite=favourite))
@@ -45,6 +52,7 @@ def test_every_spelling(spelling):
 @pytest.mark.parametrize("loop", [loop_split, loop_slice, loop_list], ids=lambda loop: loop.__name__)
 @pytest.mark.parametrize(("tokens", "experts"), [(1, 6), (5, 2)])
 def test_few_tokens_and_all_experts(loop, tokens, experts):
+    needs_capture_of(loop)
     run = compiled(loop)
     check(loop, run.call, router_inputs(tokens, experts))
     assert_grouped(run, SPELLINGS["split" if loop is loop_split else "slice"][1] if loop is not loop_list else 1)
@@ -58,6 +66,7 @@ def test_one_expert():
 
 @pytest.mark.parametrize("loop", [loop_split, loop_slice, loop_list], ids=lambda loop: loop.__name__)
 def test_dynamic_token_counts(loop):
+    needs_capture_of(loop)
     run = compiled(loop)
     for tokens in (11, 7, 5, 13):
         check(loop, run.call, router_inputs(tokens))
@@ -109,7 +118,7 @@ def test_a_module_list_with_biases():
 
 def test_stacked_biases_and_vectors():
     def loop(x, logits, gate_up, down):
-        weights, selected, order = routed(logits)
+        _, selected, order = routed(logits)
         rows = x[order // selected.shape[1]]
         outputs, start = [], 0
         for expert, n in enumerate(scattered_counts(selected, EXPERTS).tolist()):
