@@ -11,6 +11,7 @@ from glue_compiler.fx import bodies
 from glue_compiler.fx.value_numbering import number_values
 from glue_compiler.graph_pass import Numerics, PassContext, PassResult, Skip, Stage
 from glue_compiler.passes.group_experts.analysis import plan_grouping
+from glue_compiler.passes.group_experts.fallback_products import fallback_products, replace_fallback
 from glue_compiler.passes.group_experts.rewrite import erase_dead_counts, group
 from glue_compiler.passes.group_experts.segment_rewrite import group_segments
 from glue_compiler.passes.group_experts.segments import plan_segments
@@ -20,7 +21,8 @@ from glue_compiler.passes.group_experts.speculation import proved_regions
 class GroupExperts:
     """Compute all experts of a loop at once: no ``nonzero`` or piece for each expert, and no host sync.
 
-    Counts: ``loops_grouped``, ``experts_grouped`` (over all loops).
+    Counts: ``loops_grouped``, ``experts_grouped`` (over all loops), ``fallbacks_replaced`` (transformers' operator
+    for grouped products without a kernel).
     """
 
     name: ClassVar[str] = "group_experts"
@@ -58,5 +60,9 @@ class GroupExperts:
             counts["loops_grouped"] += len(segments.loops)
             counts["experts_grouped"] += sum(loop.num_experts for loop in segments.loops)
             skips.update(dict.fromkeys(segments.skips))
+        for module in modules:
+            for node in fallback_products(module):
+                replace_fallback(module, node, context.effects)
+                counts["fallbacks_replaced"] += 1
         counts = +counts  # without zeros
         return PassResult(changed=bool(counts), counts=dict(counts), skips=tuple(skips))

@@ -21,11 +21,12 @@ from glue_compiler.fx.values import (
     value_of,
 )
 from glue_compiler.graph_pass import Skip
-from glue_compiler.passes.group_experts.expert_bodies import BodyMatcher, Step
+from glue_compiler.passes.group_experts.expert_bodies import BodyMatcher
 from glue_compiler.passes.group_experts.left_alone import LeftAlone
 from glue_compiler.passes.group_experts.modes import Modes
 from glue_compiler.passes.group_experts.row_sets import SLOT, RowSet, RowSets, same_size, selects_each_once
 from glue_compiler.passes.group_experts.sinks import Sink, chain_starts, find_sink
+from glue_compiler.passes.group_experts.steps import Step
 
 _ZEROS = {torch.zeros, torch.zeros_like, "new_zeros"}
 _EMPTY = {torch.empty, torch.empty_like, "new_empty"}

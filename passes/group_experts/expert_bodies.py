@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,9 +15,21 @@ from glue_compiler.passes.group_experts.expert_rows import ExpertRows, dependent
 from glue_compiler.passes.group_experts.left_alone import LeftAlone
 from glue_compiler.passes.group_experts.row_sets import SLOT, TOKEN, RowSet, RowSets, same_size
 from glue_compiler.passes.group_experts.row_wise import mixes_rows, out_of_place
-
-Nodes = tuple[fx.Node, ...]
-"""One node for each expert, in the order of the experts."""
+from glue_compiler.passes.group_experts.steps import (
+    Gather,
+    Nodes,
+    PerExpert,
+    Product,
+    Reshape,
+    Row,
+    RowWise,
+    Separate,
+    SlotWeight,
+    Stacked,
+    Step,
+    Vector,
+    fold_biases,
+)
 
 _LINEAR = {torch._C._nn.linear, torch.nn.functional.linear}
 _MATMUL = {torch.matmul, operator.matmul, torch.mm, "matmul", "mm", "__matmul__"}
@@ -26,103 +37,6 @@ _MULTIPLY = {torch.mul, operator.mul, "mul", "__mul__"}
 _SUM = {torch.sum, "sum"}
 _RESHAPE = {torch.reshape, "reshape", "view", "flatten", torch.flatten}
 _TRANSPOSE = {torch.transpose, "transpose"}
-
-
-@dataclass(frozen=True)
-class Stacked:
-    """``base[e]`` for each expert e."""
-
-    base: fx.Node
-
-
-@dataclass(frozen=True)
-class Separate:
-    """A tensor of its own for each expert."""
-
-    nodes: Nodes
-
-
-PerExpert = Stacked | Separate
-
-
-@dataclass(frozen=True)
-class Row:
-    """The result of an earlier step."""
-
-    step: int
-
-
-@dataclass(frozen=True)
-class Vector:
-    """A per-expert operand of an elementwise step, repeated for the rows of its expert; ``shape``: of one expert's."""
-
-    values: PerExpert
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class Step:
-    """One call of the body, for the rows of all experts; ``node`` is the first expert's."""
-
-    node: fx.Node
-    tail: tuple[Any, ...]
-    """Sizes of a row of the result, which is ``[rows, *tail]``; empty for a tuple."""
-
-    @property
-    def shared(self) -> tuple[fx.Node, ...]:
-        """Operands that are one tensor for all experts and no rows."""
-        return ()
-
-
-@dataclass(frozen=True, eq=False)
-class Gather(Step):
-    """``source[token]``: a row of ``source`` for each row."""
-
-    source: fx.Node
-
-
-@dataclass(frozen=True, eq=False)
-class SlotWeight(Step):
-    """``source[token, slot]``, one number for each row; with ``by_expert`` ``source[token, expert]``.
-
-    A ``source`` of one dimension has one number for all slots of a token.
-    """
-
-    source: fx.Node
-    by_expert: bool
-
-
-@dataclass(frozen=True, eq=False)
-class Reshape(Step):
-    """The same elements of each row in another shape."""
-
-    row: Row
-
-
-@dataclass(frozen=True, eq=False)
-class Product(Step):
-    """``x @ weight[e]``, or ``x @ weight[e].T`` as ``F.linear`` has it, plus a bias."""
-
-    x: Row
-    weight: PerExpert
-    transposed: bool
-    """``weight[e]`` is ``[K, N]``."""
-    bias: PerExpert | None
-
-
-@dataclass(frozen=True, eq=False)
-class RowWise(Step):
-    """The call as it is, with all rows in place of one expert's; ``target`` is the out-of-place form."""
-
-    target: Any
-    args: Any
-    kwargs: Any
-
-    @property
-    def shared(self) -> tuple[fx.Node, ...]:
-        found: list[fx.Node] = []
-        fx.map_arg((self.args, self.kwargs), found.append)
-        return tuple(found)
 
 
 class BodyMatcher:
@@ -158,7 +72,7 @@ class BodyMatcher:
         if not all(node in self.dependent for node in added):
             raise LeftAlone("what the experts add does not depend on their rows")
         last = self._row(tuple(added))
-        return tuple(self._steps[: last.step + 1])
+        return fold_biases(self._steps[: last.step + 1])
 
     def _dependents(self) -> dict[fx.Node, set[fx.Node]]:
         """Node → the roots that it is computed from."""
@@ -509,19 +423,3 @@ def _subscripted(node: fx.Node, expert: int) -> fx.Node | None:
 
 def _call(node: fx.Node) -> str:
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
-
-
-__all__ = [
-    "BodyMatcher",
-    "Gather",
-    "PerExpert",
-    "Product",
-    "Reshape",
-    "Row",
-    "RowWise",
-    "Separate",
-    "SlotWeight",
-    "Stacked",
-    "Step",
-    "Vector",
-]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +16,7 @@ from glue_compiler import compat
 from glue_compiler.errors import GlueInvariantError
 from glue_compiler.fx.effects import EffectAnalysis
 from glue_compiler.fx.values import requires_grad, value_of
-from glue_compiler.passes.group_experts.expert_bodies import (
+from glue_compiler.passes.group_experts.steps import (
     PerExpert,
     Product,
     Reshape,
@@ -26,6 +26,7 @@ from glue_compiler.passes.group_experts.expert_bodies import (
     Stacked,
     Step,
     Vector,
+    rows_of,
 )
 
 _glue = torch.ops.glue
@@ -60,15 +61,26 @@ class Grouping(Protocol):
 
 
 class Emitter:
-    """Makes nodes together with the fake values of their results."""
+    """Makes nodes together with the fake values of their results.
 
-    def __init__(self, gm: fx.GraphModule, loop: Grouping, analysis: EffectAnalysis) -> None:
+    Args:
+        replaced: what the nodes stand for; the last one's source is theirs.
+        autocast: the nodes that open the autocast regions around them.
+    """
+
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        replaced: Sequence[fx.Node],
+        analysis: EffectAnalysis,
+        autocast: tuple[fx.Node, ...] = (),
+    ) -> None:
         self.graph = gm.graph
         self.analysis = analysis
         kept = ("stack_trace", "nn_module_stack")
-        self.meta = {key: loop.last.meta[key] for key in kept if key in loop.last.meta}
-        self.grad = any(requires_grad(value_of(node)) for node in loop.results)
-        self.autocast = loop.autocast
+        self.meta = {key: replaced[-1].meta[key] for key in kept if key in replaced[-1].meta}
+        self.grad = any(requires_grad(value_of(node)) for node in replaced)
+        self.autocast = autocast
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         return self._made(self.graph.call_function(target, args, kwargs))
@@ -216,20 +228,3 @@ class GroupedBody:
                 f"group_experts wrote '{step.node.name}', {wanted.dtype} with rows of {step.tail}, as {got.dtype} with "
                 f"rows of {tuple(got.shape[1:])}"
             )
-
-
-def rows_of(step: Step) -> list[Row]:
-    """The results of earlier steps that a step takes, as often as it takes them."""
-    found: list[Row] = []
-
-    def look(value: Any) -> None:
-        if isinstance(value, Row):
-            found.append(value)
-        elif isinstance(value, tuple | list):
-            for item in value:
-                look(item)
-        elif isinstance(value, dict):
-            look(list(value.values()))
-
-    look([getattr(step, name) for name in ("args", "kwargs", "row", "x") if hasattr(step, name)])
-    return found

@@ -14,14 +14,8 @@ from glue_compiler.expert_capture import HITS, SpeculativeRegion
 from glue_compiler.fx.effects import EffectAnalysis
 from glue_compiler.fx.values import value_of
 from glue_compiler.passes.group_experts.analysis import ExpertLoop
-from glue_compiler.passes.group_experts.expert_bodies import (
-    Gather,
-    Row,
-    RowWise,
-    SlotWeight,
-    Step,
-)
-from glue_compiler.passes.group_experts.grouped_body import Emitter, GroupedBody, rows_of
+from glue_compiler.passes.group_experts.grouped_body import Emitter, GroupedBody
+from glue_compiler.passes.group_experts.steps import Gather, Row, RowWise, SlotWeight, Step, rows_of
 
 _glue = torch.ops.glue
 _MULTIPLY = {torch.mul, operator.mul, "mul", "__mul__", "multiply"}
@@ -30,7 +24,7 @@ _CAST = {"to", "float", "type_as"}
 
 def group(gm: fx.GraphModule, loop: ExpertLoop, analysis: EffectAnalysis) -> None:
     """Write the grouped form where the last expert adds its rows, and erase the loop."""
-    emit = Emitter(gm, loop, analysis)
+    emit = Emitter(gm, (*loop.results, loop.last), analysis, loop.autocast)
     accumulator = loop.accumulator
     with gm.graph.inserting_before(loop.last):
         combined = _Grouped(emit, loop).write()

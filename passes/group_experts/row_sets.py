@@ -192,8 +192,8 @@ def _view(mask: Mask, node: fx.Node) -> Mask | None:
         dim = node.args[1] % (rank + 1)
         return replace(mask, axes=(*mask.axes[:dim], ONE, *mask.axes[dim:]))
     if node.target in _ANY and mask.axes == (TOKEN, SLOT):
-        dim = node.args[1] if len(node.args) == 2 else node.kwargs.get("dim")
-        return replace(mask, axes=(TOKEN,), any_slot=True) if dim in (1, -1) and len(node.kwargs) < 2 else None
+        along = node.args[1] if len(node.args) == 2 else node.kwargs.get("dim")
+        return replace(mask, axes=(TOKEN,), any_slot=True) if along in (1, -1) and len(node.kwargs) < 2 else None
     if node.target is operator.getitem:
         return _subscript(mask, node.args[1])
     if node.target in ("select", torch.select) and len(node.args) == 3 and isinstance(node.args[1], int):

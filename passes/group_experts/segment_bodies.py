@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from torch import fx
 
 from glue_compiler.fx.effects import EffectAnalysis, Effects
-from glue_compiler.passes.group_experts.expert_bodies import BodyMatcher, Nodes, Step
+from glue_compiler.passes.group_experts.expert_bodies import BodyMatcher
 from glue_compiler.passes.group_experts.expert_rows import dependents
 from glue_compiler.passes.group_experts.left_alone import LeftAlone
 from glue_compiler.passes.group_experts.pieces import PieceRows
 from glue_compiler.passes.group_experts.row_sets import RowSets
+from glue_compiler.passes.group_experts.steps import Nodes, Step
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,17 +12,17 @@ from torch import fx
 from glue_compiler.compat import equal_sizes
 from glue_compiler.fx.effects import EffectAnalysis
 from glue_compiler.fx.values import expression, value_of
-from glue_compiler.passes.group_experts.expert_bodies import Step
 from glue_compiler.passes.group_experts.grouped_body import Emitter, GroupedBody
 from glue_compiler.passes.group_experts.segment_bodies import Segment
 from glue_compiler.passes.group_experts.segments import SegmentLoop
+from glue_compiler.passes.group_experts.steps import Step
 
 
 def group_segments(gm: fx.GraphModule, loops: Sequence[SegmentLoop], analysis: EffectAnalysis) -> None:
     """Write the grouped form of each loop where it ends, and erase the loops with the numbers that only they read."""
     offsets: dict[tuple[fx.Node, int], fx.Node] = {}
     for loop in loops:
-        emit = Emitter(gm, loop, analysis)
+        emit = Emitter(gm, (*loop.results, loop.last), analysis, loop.autocast)
         key = (loop.counts, loop.num_experts)
         if key not in offsets:
             with gm.graph.inserting_after(loop.counts):

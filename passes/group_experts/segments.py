@@ -18,13 +18,13 @@ from glue_compiler.fx.effects import EffectAnalysis, Effects, Kind
 from glue_compiler.fx.values import expression, source_line, storage_of, storages_of, tensors_in, value_of
 from glue_compiler.graph_pass import Skip
 from glue_compiler.passes.group_experts.boundaries import Boundaries, Boundary
-from glue_compiler.passes.group_experts.expert_bodies import Product, Step
 from glue_compiler.passes.group_experts.left_alone import LeftAlone
 from glue_compiler.passes.group_experts.modes import Modes
 from glue_compiler.passes.group_experts.pieces import Extent, Piece, PieceRows, Pieces, Write
 from glue_compiler.passes.group_experts.row_counts import RowCounts, Total
 from glue_compiler.passes.group_experts.segment_bodies import Segment, SegmentBodies
 from glue_compiler.passes.group_experts.segment_numbers import SegmentNumbers
+from glue_compiler.passes.group_experts.steps import Product, Step
 
 _CAT = {torch.cat, torch.concat, torch.concatenate}
 _ZEROS = {torch.zeros, torch.zeros_like, "new_zeros"}

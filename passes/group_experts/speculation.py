@@ -13,8 +13,8 @@ from glue_compiler.fx.effects import EffectAnalysis, Kind
 from glue_compiler.fx.values import source_line, value_of
 from glue_compiler.graph_pass import Skip
 from glue_compiler.passes.group_experts.analysis import ExpertLoop
-from glue_compiler.passes.group_experts.expert_bodies import Product, Stacked
 from glue_compiler.passes.group_experts.row_sets import EXPERT, RowSets
+from glue_compiler.passes.group_experts.steps import Product, Stacked
 
 _GREATER = {torch.greater, torch.gt, operator.gt, "gt", "greater", "__gt__"}
 _SUM = {torch.sum, "sum"}
