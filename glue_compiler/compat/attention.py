@@ -109,7 +109,8 @@ def flex_attention(
     lengths = (query.shape[2], key.shape[2])
     # A BlockMask orders its own parts: 2.13 added some.
     block_mask = module.BlockMask(lengths, *lists, BLOCK_SIZE=(block, block), mask_mod=mask)
-    options = module._apply_kernel_options(query, key, value, False, None)
+    # AUTO would take a decoding kernel for short rows.
+    options = module._apply_kernel_options(query, key, value, False, {"BACKEND": "TRITON"})
     return operator(query, key, value, module._identity, block_mask.as_tuple(), scale, options, (), mask_tensors)[0]
 
 

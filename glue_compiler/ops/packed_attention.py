@@ -12,6 +12,7 @@ These operators are composites: AOTAutograd traces through them, so Inductor see
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -20,6 +21,8 @@ import torch
 from torch import Tensor
 
 from glue_compiler.compat import attention
+from glue_compiler.ops.attention_choice import prefers_cudnn
+from glue_compiler.ops.autocast import in_autocast_dtype
 from glue_compiler.ops.document_blocks import BLOCK, block_lists, is_visible, is_visible_and_past, visible_range
 from glue_compiler.ops.varlen_attention import varlen_attention
 
@@ -136,6 +139,7 @@ def packed_attention(
 
     Gradients of query, key and value; with ``blocks`` they are deterministic.
     """
+    query, key, value = in_autocast_dtype(query, key, value)
     batch, heads, length, size = query.shape
     scale = 1 / math.sqrt(size) if scale is None else scale
     if blocks is not None:
@@ -149,10 +153,10 @@ def packed_attention(
 
 @_composite("(Tensor query, Tensor key, Tensor value, float? scale=None) -> Tensor")
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:
-    """``scaled_dot_product_attention(is_causal=True)`` that asks cuDNN first.
+    """``scaled_dot_product_attention(is_causal=True)`` that asks cuDNN first where that is the faster kernel.
 
     torch prefers FlashAttention 2, which takes twice as long as cuDNN on a Hopper GPU. Where cuDNN does not serve a
-    call (its dtype, head size or device), torch's own order holds.
+    call (its dtype, head size or device, deterministic algorithms), torch's own order holds.
 
     Args:
         query: ``[B, Hq, T, D]``. key, value: ``[B, Hkv, T, D]``, ``Hq % Hkv == 0``.
@@ -162,7 +166,8 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | N
         ``[B, Hq, T, D]``.
     """
     grouped = query.shape[1] != key.shape[1]
-    with attention.cudnn_before_flash():
+    asks_cudnn = prefers_cudnn(query.device, query.shape[2])
+    with attention.cudnn_before_flash() if asks_cudnn else contextlib.nullcontext():
         return torch.nn.functional.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scale, enable_gqa=grouped
         )

@@ -56,15 +56,8 @@ def varlen_attention(
         return attention.flash_varlen_forward(
             query, key, value, cu_seqlens, max_seqlen, _sides(is_causal, window), scale
         )
-    groups = query.shape[1] // key.shape[1]
-    out, logsumexp = torch.empty_like(query, memory_format=torch.contiguous_format), _new_logsumexp(query)
-    for rows in _documents(cu_seqlens):
-        q, k, v = (_heads_first(tensor[rows]) for tensor in (query, key, value))
-        scores = _scores(q, k, groups, is_causal, window, scale)
-        logsumexp[:, rows] = scores.logsumexp(-1)
-        probabilities = (scores - scores.logsumexp(-1, keepdim=True)).exp()
-        out[rows] = (probabilities @ v.repeat_interleave(groups, 0)).transpose(0, 1).to(out.dtype)
-    return out, logsumexp
+    with torch.autocast("cpu", enabled=False):  # what runs below an operator still sees autocast
+        return _reference(query, key, value, cu_seqlens, is_causal, window, scale)
 
 
 @varlen_attention.register_fake
@@ -93,8 +86,47 @@ def varlen_attention_backward(
         return attention.flash_varlen_backward(
             grad, query, key, value, out, logsumexp, cu_seqlens, max_seqlen, _sides(is_causal, window), scale
         )
+    with torch.autocast("cpu", enabled=False):
+        return _reference_backward(grad, query, key, value, out, logsumexp, cu_seqlens, is_causal, window, scale)
+
+
+@varlen_attention_backward.register_fake
+def _(grad, query, key, value, out, logsumexp, cu_seqlens, max_seqlen, is_causal, window, scale):  # type: ignore[no-untyped-def]
+    return tuple(torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (query, key, value))
+
+
+def _reference(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, is_causal: bool, window: int, scale: float
+) -> tuple[Tensor, Tensor]:
     groups = query.shape[1] // key.shape[1]
-    gradients = tuple(torch.zeros_like(tensor, memory_format=torch.contiguous_format) for tensor in (query, key, value))
+    out, logsumexp = torch.empty_like(query, memory_format=torch.contiguous_format), _new_logsumexp(query)
+    for rows in _documents(cu_seqlens):
+        q, k, v = (_heads_first(tensor[rows]) for tensor in (query, key, value))
+        scores = _scores(q, k, groups, is_causal, window, scale)
+        logsumexp[:, rows] = scores.logsumexp(-1)
+        probabilities = (scores - scores.logsumexp(-1, keepdim=True)).exp()
+        out[rows] = (probabilities @ v.repeat_interleave(groups, 0)).transpose(0, 1).to(out.dtype)
+    return out, logsumexp
+
+
+def _reference_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cu_seqlens: Tensor,
+    is_causal: bool,
+    window: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    groups = query.shape[1] // key.shape[1]
+    gradients = (
+        torch.zeros_like(query, memory_format=torch.contiguous_format),
+        torch.zeros_like(key, memory_format=torch.contiguous_format),
+        torch.zeros_like(value, memory_format=torch.contiguous_format),
+    )
     for rows in _documents(cu_seqlens):
         g, q, k, v, o = (_heads_first(tensor[rows]) for tensor in (grad, query, key, value, out))
         probabilities = (_scores(q, k, groups, is_causal, window, scale) - logsumexp[:, rows].unsqueeze(-1)).exp()
@@ -108,11 +140,6 @@ def varlen_attention_backward(
         for gradient, part in zip(gradients, found, strict=True):
             gradient[rows] = part.transpose(0, 1).to(gradient.dtype)
     return gradients
-
-
-@varlen_attention_backward.register_fake
-def _(grad, query, key, value, out, logsumexp, cu_seqlens, max_seqlen, is_causal, window, scale):  # type: ignore[no-untyped-def]
-    return tuple(torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (query, key, value))
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, window: int) -> None:

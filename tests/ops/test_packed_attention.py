@@ -126,6 +126,27 @@ def test_half_precision_is_summed_in_fp32():
     torch.testing.assert_close(out, exact.bfloat16(), rtol=2**-7, atol=2**-12)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_autocast_decides_the_dtype_and_gradients_keep_theirs(compiled):
+    """Queries and keys come in fp32 from a rotary embedding, values in bf16 from a product."""
+    starts = documents()
+    query, key, value = leaves(300, 2, torch.float32)
+    value = value.detach().bfloat16().requires_grad_()
+
+    def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        cu_seqlens = torch.ops.glue.document_offsets(starts)
+        return torch.ops.glue.packed_attention(query, key, value, cu_seqlens, 300, True)
+
+    if compiled:
+        call = torch.compile(call, backend="aot_eager", fullgraph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        out, *gradients = with_gradients(call, [query, key, value])
+    assert out.dtype == torch.bfloat16
+    assert [each.dtype for each in gradients] == [torch.float32, torch.float32, torch.bfloat16]
+    half = [each.detach().bfloat16() for each in (query, key, value)]
+    torch.testing.assert_close(out, packed_attention(*half, document_offsets(starts), 300, True))
+
+
 @settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_offsets_are_where_documents_begin(data):
