@@ -108,7 +108,8 @@ def flex_attention(
     operator = importlib.import_module("torch._higher_order_ops.flex_attention").flex_attention
     lengths = (query.shape[2], key.shape[2])
     # A BlockMask orders its own parts: 2.13 added some.
-    block_mask = module.BlockMask(lengths, *lists, BLOCK_SIZE=(block, block), mask_mod=mask)
+    # The function is traced with its annotations, and as strings they keep Inductor's cache from hashing the graph.
+    block_mask = module.BlockMask(lengths, *lists, BLOCK_SIZE=(block, block), mask_mod=lambda *places: mask(*places))
     # AUTO would take a decoding kernel for short rows.
     options = module._apply_kernel_options(query, key, value, False, {"BACKEND": "TRITON"})
     return operator(query, key, value, module._identity, block_mask.as_tuple(), scale, options, (), mask_tensors)[0]

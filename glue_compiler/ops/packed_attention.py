@@ -103,7 +103,21 @@ def document_blocks(cu_seqlens: Tensor, batch: int, length: int, is_causal: bool
     queries = block_lists(first, last)
     # Read by columns the mask is a range as well, of the queries that see a key.
     keys = block_lists(*visible_range(cu_seqlens, batch, length, is_causal, window, of_keys=True))
-    return [first, last, *queries, *keys]
+    return [materialized(first), materialized(last), *queries, *keys]
+
+
+@torch.library.custom_op("glue::materialized", mutates_args=())
+def materialized(tensor: Tensor) -> Tensor:
+    """A copy. To Inductor it is opaque, so it ends in memory.
+
+    Inductor's flex_attention reads what a mask captures from memory, and fails on values that are not there yet.
+    """
+    return tensor.clone()
+
+
+@materialized.register_fake
+def _(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor)
 
 
 @_composite(

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 
 from glue_compiler.ops import (
     causal_attention,
@@ -242,6 +243,26 @@ def test_one_graph_that_lengths_of_documents_do_not_recompile(kernel, dynamic):
             expected = with_gradients(lambda q, k, v: call(starts, q, k, v), inputs)  # noqa: B023
             for one, other in zip(got, expected, strict=True):
                 torch.testing.assert_close(one, other)
+
+
+def test_the_mask_of_flex_attention_has_no_annotations():
+    """They would be strings, on which hashing the graph for Inductor's cache fails."""
+    graphs = []
+
+    def keep(gm, inputs):
+        graphs.append(gm)
+        return gm.forward
+
+    def call(starts, query, key, value):
+        cu_seqlens = torch.ops.glue.document_offsets(starts)
+        blocks = torch.ops.glue.document_blocks(cu_seqlens, 2, 300, True)
+        return torch.ops.glue.packed_attention(query, key, value, cu_seqlens, 300, True, blocks=blocks)
+
+    compiled = torch.compile(call, backend=aot_autograd(fw_compiler=keep), fullgraph=True)
+    compiled(documents(), *(each.detach() for each in leaves(300, 2)))
+    masks = [module for name, module in graphs[0].named_children() if name.startswith("sdpa_mask")]
+    assert len(masks) == 1
+    assert all(node.type is None for node in masks[0].graph.nodes)
 
 
 def test_wrong_arguments_are_value_errors():

@@ -97,6 +97,13 @@ def test_flex_needs_no_host_synchronisation_and_no_recompile_and_is_deterministi
     assert all(map(torch.equal, first, second))
 
 
+def test_a_graph_with_flex_goes_into_inductors_cache():
+    inputs = leaves(1024, 2, 128)
+    torch._dynamo.utils.counters.clear()
+    with_gradients(lambda q, k, v: packed("flex", True, -1)(documents(1024, 2), q, k, v), inputs)
+    assert not torch._dynamo.utils.counters["inductor"]["fxgraph_cache_bypass"]
+
+
 def test_varlen_needs_one_synchronisation_a_batch():
     inputs = leaves(1024, 2, 128)
     cu_seqlens = glue.exact_document_offsets(documents(1024, 2))
