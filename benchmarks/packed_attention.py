@@ -254,8 +254,8 @@ def measure(connection: Connection, name: str, layers: int | None, variant: str,
         connection.send(f"{type(error).__name__}: {str(error)[:400]}\n{traceback.format_exc()[-1200:]}")
 
 
-def run_case(name: str, layers: int | None, variants: list[str], rounds: int) -> dict[str, Any]:
-    """All variants of a case; what fails is printed with its reason."""
+def run_case(name: str, layers: int | None, variants: list[str], rounds: int, limit: float) -> dict[str, Any]:
+    """All variants of a case; what fails, or compiles for more than ``limit`` seconds, is printed with its reason."""
     context = multiprocessing.get_context("spawn")
     running = {}
     for variant in variants:
@@ -265,12 +265,16 @@ def run_case(name: str, layers: int | None, variants: list[str], rounds: int) ->
         theirs.close()
         running[variant] = process, ours
     print(f"{NAMES[name]}, {layers or CASES[name].layers} layers", flush=True)
+    deadline = time.monotonic() + limit
     results: dict[str, Any] = {}
-    failures = {variant: failure for variant, (_, pipe) in running.items() if (failure := _received(pipe)) is not None}
+    failures = {
+        variant: failure for variant, (_, pipe) in running.items() if (failure := _received(pipe, deadline)) is not None
+    }
     for variant, (process, pipe) in running.items():
         if variant not in failures:
             pipe.send(None)
-            results[variant] = _received(pipe)
+            results[variant] = _received(pipe, time.monotonic() + limit)
+        process.terminate()
         process.join()
     for variant, result in {**results, **failures}.items():
         shown = result
@@ -280,9 +284,9 @@ def run_case(name: str, layers: int | None, variants: list[str], rounds: int) ->
     return {"case": name, "layers": layers or CASES[name].layers, **results}
 
 
-def _received(pipe: Connection) -> Any:
+def _received(pipe: Connection, deadline: float) -> Any:
     try:
-        return pipe.recv()
+        return pipe.recv() if pipe.poll(max(0.0, deadline - time.monotonic())) else "not ready in time"
     except EOFError:
         return "the process ended"
 
@@ -293,13 +297,17 @@ def main() -> None:
     parser.add_argument("--variants", default=",".join(VARIANTS), help=f"of {', '.join(VARIANTS)}")
     parser.add_argument("--layers", type=int, help="fewer layers than the models have: quick")
     parser.add_argument("--rounds", type=int, default=10, help="timed steps")
+    parser.add_argument("--limit", type=float, default=900, help="seconds for compiling a case's variants")
     parser.add_argument("--json", help="also write the numbers to this file")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA device")
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}", flush=True)
     variants = arguments.variants.split(",")
-    lines = [run_case(name, arguments.layers, variants, arguments.rounds) for name in arguments.cases.split(",")]
+    lines = [
+        run_case(name, arguments.layers, variants, arguments.rounds, arguments.limit)
+        for name in arguments.cases.split(",")
+    ]
     if arguments.json:
         with open(arguments.json, "w") as file:
             json.dump(lines, file, indent=1)
