@@ -265,6 +265,18 @@ def test_the_mask_of_flex_attention_has_no_annotations():
     assert all(node.type is None for node in masks[0].graph.nodes)
 
 
+@pytest.mark.slow
+def test_inductor_compiles_flex_attention_and_its_metadata_in_one_graph():
+    def call(starts, query, key, value):
+        cu_seqlens = torch.ops.glue.document_offsets(starts)
+        blocks = torch.ops.glue.document_blocks(cu_seqlens, 2, 300, True)
+        return torch.ops.glue.packed_attention(query, key, value, cu_seqlens, 300, True, blocks=blocks)
+
+    inputs = [each.detach() for each in leaves(300, 2, torch.float32)]
+    got = torch.compile(call, fullgraph=True)(documents(), *inputs)
+    torch.testing.assert_close(got, call(documents(), *inputs))
+
+
 def test_wrong_arguments_are_value_errors():
     query, key, value = (torch.randn(7, heads, 4) for heads in (4, 2, 2))
     cu_seqlens = torch.tensor([0, 7], dtype=torch.int32)
