@@ -194,8 +194,10 @@ def make_steps(case: Case, variant: str, number: int) -> Iterator[Callable[[Call
             batch.update(prepare(batch["position_ids"] == 0 if "position_ids" in batch else starts))
     call = model
     if variant != "eager":
-        backend = "glue" if variant == "glue" else "inductor"
-        call = torch.compile(model, backend=backend, fullgraph=True, dynamic=None if case.documents is None else False)
+        how: dict[str, Any] = {"backend": "inductor"}
+        if variant == "glue":
+            how = {"backend": "glue", "options": {"passes": {"specialize_attention": True}}}
+        call = torch.compile(model, **how, fullgraph=True, dynamic=None if case.documents is None else False)
     target = torch.randn_like(batches[0]["inputs_embeds"])
     learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for batch in batches:
