@@ -197,7 +197,7 @@ def _groups(old: list[Any], new: list[Any]) -> list[tuple[list[tuple[int, Any]],
             elif i < len(old):
                 first.append((i, old[i]))
                 i += 1
-            elif first and all(size == 1 for _, size in first) or second and all(size == 1 for _, size in second):
+            elif (first and all(size == 1 for _, size in first)) or (second and all(size == 1 for _, size in second)):
                 break
             else:
                 raise NotAView("a reshape of unknown sizes")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import fx
@@ -42,23 +42,43 @@ class Plan:
 def plan_attention(numbering: Numbering, reader: IndexReader, compiler: Compiler, *, assume_sorted: bool) -> Plan:
     """Plan for a graph and the bodies in it. Reads only."""
     plan = Plan()
+    seen: dict[Any, Visibility | UnknownMask] = {}
     for scope in numbering.scopes:
         for found in attention_sites(scope, reader):
             if not isinstance(found, AttentionSite):
                 plan.skips.append(_skip(*found))
                 continue
             try:
-                plan.replacements.append(_replacement(found, reader, compiler, assume_sorted))
+                plan.replacements.append(_replacement(found, _visibility(found, reader, assume_sorted, seen), compiler))
             except UnknownMask as reason:
                 plan.skips.append(_skip(found.output, str(reason)))
+    # In order of execution, so that what the first attention needs is there for the others.
+    time = {o.node: o.time for occurrences in numbering.occurrences.values() for o in occurrences}
+    plan.replacements.sort(key=lambda replacement: time[replacement.site.output])
     return plan
 
 
-def _replacement(site: AttentionSite, reader: IndexReader, compiler: Compiler, assume_sorted: bool) -> Replacement:
-    visibility = Visibility()
+def _visibility(
+    site: AttentionSite, reader: IndexReader, assume_sorted: bool, seen: dict[Any, Visibility | UnknownMask]
+) -> Visibility:
+    """The mask's meaning; layers share masks, so each is read once."""
+    if site.mask is None:
+        return Visibility()
     batch, _, length, _ = shape_of(site.query)
-    if site.mask is not None:
-        visibility = classify_mask(site.mask, batch, length, reader, assume_sorted=assume_sorted)
+    key = (reader.numbering.numbers[site.mask.node], site.mask.role, batch, length)
+    if key not in seen:
+        try:
+            seen[key] = classify_mask(site.mask, batch, length, reader, assume_sorted=assume_sorted)
+        except UnknownMask as reason:
+            seen[key] = reason
+    found = seen[key]
+    if isinstance(found, UnknownMask):
+        raise found
+    return found
+
+
+def _replacement(site: AttentionSite, visibility: Visibility, compiler: Compiler) -> Replacement:
+    length = shape_of(site.query)[2]
     if isinstance(length, int) and visibility.window >= length:
         visibility = dataclasses.replace(visibility, window=-1)
     if not visibility.documents and visibility.window < 0:

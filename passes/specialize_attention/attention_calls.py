@@ -1,4 +1,4 @@
-"""Finds attention in a captured graph: ``scaled_dot_product_attention``, and softmax written out between two products."""
+"""Finds attention in a captured graph: ``scaled_dot_product_attention``, and softmax between two products."""
 
 from __future__ import annotations
 
@@ -13,14 +13,22 @@ from torch import fx
 
 from glue_compiler.fx.effects import Kind
 from glue_compiler.fx.index_expressions import IndexReader
-from glue_compiler.fx.index_views import Element, NotAView, argument, broadcast_index, operator_name, shape_of, source_of
+from glue_compiler.fx.index_views import (
+    Element,
+    NotAView,
+    argument,
+    broadcast_index,
+    operator_name,
+    shape_of,
+    source_of,
+)
 from glue_compiler.fx.value_numbering import Scope
 from glue_compiler.fx.values import is_plain, value_of
 
 
 @dataclass(frozen=True)
 class Mask:
-    """``node`` says which keys a query sees: bool, True for those it ``"shows"`` or ``"hides"``, or ``"added"`` scores."""
+    """Which keys a query sees: ``node`` is True for those that it ``shows`` or ``hides``, or is ``added`` to the scores."""
 
     node: fx.Node
     role: Literal["shows", "hides", "added"]
@@ -34,6 +42,7 @@ class AttentionSite:
         output: the node with the result ``[B, Hq, T, D]``.
         grouped_key, grouped_value: key and value before their heads were repeated for the query's; the same where they
             were not.
+        is_grouped: the query has more heads than ``grouped_key``, or may have.
         scale: None is ``1 / sqrt(D)``.
         inside: the nodes between query, key, value and output, last first, of softmax written out between two products.
             Empty for ``scaled_dot_product_attention``.
@@ -46,6 +55,7 @@ class AttentionSite:
     value: fx.Node
     grouped_key: fx.Node
     grouped_value: fx.Node
+    is_grouped: bool
     mask: Mask | None
     dropout: float
     scale: float | None
@@ -86,7 +96,7 @@ def _operator_site(node: fx.Node, scope: Scope, reader: IndexReader) -> Attentio
         raise NotAttention("a mask that is no tensor, or one beside is_causal")
     role: Literal["shows", "added"] = "shows" if value_of(mask).dtype == torch.bool else "added"
     query, key, value = (given[name] for name in names[:3])
-    settings = (given.get("dropout_p", 0.0), given.get("scale"))
+    settings: tuple[Any, ...] = (given.get("dropout_p", 0.0), given.get("scale"), given.get("enable_gqa", False))
     return _site(scope, reader, node, query, key, value, Mask(mask, role), *settings)
 
 
@@ -100,6 +110,7 @@ def _site(
     mask: Mask | None,
     dropout: Any,
     scale: Any,
+    is_grouped: bool,
     inside: tuple[fx.Node, ...] = (),
 ) -> AttentionSite:
     tensors = [value_of(node) for node in (query, key, value, output)]
@@ -109,11 +120,25 @@ def _site(
         raise NotAttention("dropout or scale is no constant")
     if shape_of(query)[2] != shape_of(key)[2]:
         raise NotAttention("there are not provably as many keys as queries (a cache of earlier keys?)")
-    grouped = [_before_repeat(node, shape_of(query)[1], reader) for node in (key, value)]
-    if shape_of(grouped[0])[1] != shape_of(grouped[1])[1]:
-        grouped = [key, value]
+    grouped_key, grouped_value = (_before_repeat(node, shape_of(query)[1], reader) for node in (key, value))
+    if shape_of(grouped_key)[1] != shape_of(grouped_value)[1]:
+        grouped_key, grouped_value = key, value
+    is_grouped = is_grouped or grouped_key is not key
     scale = float(scale) if scale is not None else None
-    return AttentionSite(scope, output, query, key, value, *grouped, mask, float(dropout), scale, inside)
+    return AttentionSite(
+        scope,
+        output,
+        query,
+        key,
+        value,
+        grouped_key,
+        grouped_value,
+        is_grouped,
+        mask,
+        float(dropout),
+        scale,
+        inside,
+    )
 
 
 def _before_repeat(node: fx.Node, heads: Any, reader: IndexReader) -> fx.Node:
@@ -144,7 +169,9 @@ def _written_out_site(node: fx.Node, scope: Scope, reader: IndexReader) -> Atten
             dropout = argument(chain[-1], 1, "p", 0.5)
         chain.append(chain[-1].args[0])
     softmax = chain[-1]
-    if not isinstance(softmax, fx.Node) or operator_name(softmax) != "softmax":
+    if not _is_tensor(softmax) or operator_name(softmax) != "softmax":
+        if _is_tensor(softmax) and value_of(softmax).dim() == 4 and _is_part_of_softmax(softmax):
+            raise NotAttention("the weights are a part of the softmax, as with attention sinks, which no kernel takes")
         return None
     if value_of(softmax).dim() != 4 or argument(softmax, 1, "dim") not in (-1, 3):
         return None
@@ -164,7 +191,11 @@ def _written_out_site(node: fx.Node, scope: Scope, reader: IndexReader) -> Atten
     dtypes = {value_of(each).dtype for each in (query, key, value, scores, weights, node)}
     if len(dtypes) > 1:
         raise NotAttention(f"its parts are of several dtypes: {', '.join(sorted(map(str, dtypes)))}")
-    return _site(scope, reader, node, query, key, value, mask, dropout, scale, tuple(chain))
+    return _site(scope, reader, node, query, key, value, mask, dropout, scale, False, tuple(chain))
+
+
+def _is_part_of_softmax(node: fx.Node) -> bool:
+    return operator_name(node) == "getitem" and _is_tensor(node.args[0]) and operator_name(node.args[0]) == "softmax"  # type: ignore[arg-type]
 
 
 def _masked_scores(node: Any, chain: list[Any]) -> tuple[Mask | None, Any]:
@@ -222,5 +253,3 @@ def _transposed(node: Any) -> fx.Node | None:
         return None
     shape = shape_of(element.node)
     return element.node if len(shape) == 4 and element.index == broadcast_index((b, h, s, d), shape) else None
-
-

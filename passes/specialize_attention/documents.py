@@ -129,13 +129,11 @@ def unit_step_vectors(ids: Any, reader: IndexReader) -> list[Any]:
         stays = sympy.Not(as_boolean(reader.read(node.args[0], ids.args)))
     except NotAView:
         return []
-    found = []
+    found: list[Any] = []
     for condition in sympy.And.make_args(stays):
         if isinstance(condition, sympy.Eq):
             grown = sympy.expand(condition.lhs - condition.rhs)
-            for vector in _leaf_calls(grown):
-                if grown in (_step_of(vector) - 1, 1 - _step_of(vector)):
-                    found.append(vector)
+            found += [v for v in _leaf_calls(grown) if grown in (_step_of(v) - 1, 1 - _step_of(v))]
     return found
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import sympy
 import torch
+
 from glue_compiler.fx.index_expressions import (
     IndexReader,
     Unreadable,
@@ -181,7 +182,7 @@ class _Classifier:
         return f"the meaning of {shown} is not known"
 
     def _range(self, difference: Any) -> tuple[str, Any]:
-        """``difference >= 0`` as a limit of how far a query sees ``"back"`` or ``"ahead"``; ``"always"`` if it holds."""
+        """``difference >= 0`` as a limit of how far a query sees ``"back"`` or ``"ahead"``; or ``"always"`` true."""
         for vector in self.unit_steps:
             at_query, at_key = vector.xreplace({TOKEN: QUERY}), vector.xreplace({TOKEN: KEY})
             factor = difference.coeff(at_query)

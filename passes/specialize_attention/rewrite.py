@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -9,6 +10,7 @@ from typing import Any
 
 import sympy
 import torch
+from sympy.core.function import AppliedUndef
 from torch import fx
 
 import glue_compiler.ops  # noqa: F401  registers torch.ops.glue
@@ -46,14 +48,21 @@ class _Writer:
         self.scopes = {scope.module.graph: scope for scope in numbering.scopes}
         self.metadata: dict[Any, tuple[Scope, list[fx.Node]]] = {}
         self.operands: dict[tuple[Scope, fx.Node], fx.Node] = {}
+        self.meta: dict[str, Any] = {}
+        self.results: dict[fx.Node, fx.Node] = {}
         self.abandoned: list[fx.Node] = []
         """Nodes that may have lost their last user."""
 
     def write(self, replacement: Replacement) -> None:
         site = replacement.site
-        query, key, value = site.query, site.grouped_key, site.grouped_value
+        # An operand may be the result of an attention that has been written already.
+        query, key, value = (
+            self.results.get(node, node) for node in (site.query, site.grouped_key, site.grouped_value)
+        )
         packed = self._packed_metadata(replacement) if replacement.form == "packed" else None
-        self.meta = {name: site.output.meta[name] for name in ("stack_trace", "nn_module_stack") if name in site.output.meta}
+        self.meta = {
+            name: site.output.meta[name] for name in ("stack_trace", "nn_module_stack") if name in site.output.meta
+        }
         graph = site.scope.module.graph
         with graph.inserting_before(site.output):
             if packed is not None:
@@ -64,10 +73,9 @@ class _Writer:
                 result = self._call(
                     graph, _glue.packed_attention.default, query, key, value, cu_seqlens, length, *settings
                 )
-            elif replacement.form == "causal" and not site.dropout:
+            elif replacement.form == "causal" and not site.dropout and self._has_fixed_heads(query, key):
                 result = self._call(graph, _glue.causal_attention.default, query, key, value, site.scale)
             else:
-                is_grouped = value_of(query).shape[1] != value_of(key).shape[1]
                 result = self._call(
                     graph,
                     torch.nn.functional.scaled_dot_product_attention,
@@ -77,15 +85,20 @@ class _Writer:
                     dropout_p=site.dropout,
                     is_causal=replacement.form == "causal",
                     scale=site.scale,
-                    enable_gqa=is_grouped,
+                    enable_gqa=site.is_grouped,
                 )
             result = self._with_strides_of(site.output, result)
         # On record is what autocast and autograd make of it.
         result.meta["example_value"] = value_of(site.output)
         site.output.replace_all_uses_with(result)
+        self.results[site.output] = result
         self.abandoned += [*site.output.all_input_nodes, *(n for i in site.inside for n in i.all_input_nodes)]
         for node in (site.output, *site.inside):
             graph.erase_node(node)
+
+    @staticmethod
+    def _has_fixed_heads(*nodes: fx.Node) -> bool:
+        return all(isinstance(value_of(node).shape[1], int) for node in nodes)
 
     # -- metadata of a packed batch
 
@@ -101,11 +114,24 @@ class _Writer:
         return [self._brought_to(node, scope, site.scope) for node in self.metadata[key][1]]
 
     def _home(self, documents: Iterable[Any], scope: Scope) -> Scope:
-        """The outermost graph that has the documents' leaves."""
-        graphs = {self._leaf(name).graph for vector in documents for name in self._leaf_names(vector)}
-        found = scope
-        while found.parent is not None and found.module.graph not in graphs:
-            found = found.parent
+        """The outermost graph around ``scope`` in which the documents' leaves are known."""
+        names = [call.func.__name__ for vector in documents for call in vector.atoms(AppliedUndef)]
+        path = [scope]
+        while path[0].parent is not None:
+            path.insert(0, path[0].parent)
+        for i, outer in enumerate(path[:-1]):
+            before = path[i + 1].called_at
+            if all(self._leaf(name, outer, before) is not None for name in names):
+                return outer
+        return scope
+
+    def _leaf(self, name: str, scope: Scope, before: float = math.inf) -> tuple[fx.Node, Scope] | None:
+        """Where a leaf's value is computed, or passed in, in ``scope`` or around it."""
+        number = self.numbering.numbers[self.reader.leaves[name]]
+        occurrences = self.numbering.occurrences[number]
+        found = next(((o.node, scope) for o in occurrences if o.scope is scope and o.time < before), None)
+        if found is None and scope.parent is not None:
+            return self._leaf(name, scope.parent, scope.called_at)
         return found
 
     def _write_metadata(self, replacement: Replacement, scope: Scope) -> list[fx.Node]:
@@ -126,7 +152,7 @@ class _Writer:
         return found
 
     def _starts(self, graph: fx.Graph, replacement: Replacement, batch: Any, length: Any) -> fx.Node:
-        """bool ``[B, T]``: the token is of another document than the one before it. The first of a row may say either."""
+        """bool ``[B, T]``: a document begins at the token. What the first of a row says does not matter."""
         device = value_of(replacement.site.query).device
         starts = None
         for vector in replacement.visibility.documents:
@@ -161,9 +187,10 @@ class _Writer:
         return self._leaf_vector(graph, vector)
 
     def _leaf_vector(self, graph: fx.Graph, vector: Any) -> fx.Node:
-        node = self._leaf(vector.func.__name__)
-        if node.graph is not graph:
-            node = self._brought_to(node, self.scopes[node.graph], self.scopes[graph])
+        found_at = self._leaf(vector.func.__name__, self.scopes[graph])
+        if found_at is None:
+            raise GlueInvariantError(f"document ids {vector} are not known where they are needed")
+        node = self._brought_to(*found_at, self.scopes[graph])
         places = [i for i in vector.args if i in (BATCH, TOKEN)]
         if places not in ([TOKEN], [BATCH, TOKEN]) or any(not i.is_Integer for i in vector.args if i not in places):
             raise GlueInvariantError(f"document ids {vector} are no vector over tokens")
@@ -171,18 +198,13 @@ class _Writer:
         found = self._call(graph, operator.getitem, node, taken) if taken != (slice(None),) * len(taken) else node
         return found if len(places) == 2 else self._method(graph, "unsqueeze", found, 0)
 
-    def _leaf_names(self, vector: Any) -> list[str]:
-        return [call.func.__name__ for call in vector.atoms(sympy.core.function.AppliedUndef)]
-
-    def _leaf(self, name: str) -> fx.Node:
-        return self.reader.leaves[name]
-
     # -- between graphs
 
     def _anchor(self, node: fx.Node, inner: Scope, outer: Scope) -> fx.Node:
         """The node of ``outer`` before which a value is ready for ``node`` of ``inner``."""
         while inner is not outer:
-            assert inner.call is not None and inner.parent is not None
+            assert inner.call is not None
+            assert inner.parent is not None
             node, inner = inner.call.node, inner.parent
         return node
 
@@ -190,7 +212,8 @@ class _Writer:
         """A value of ``outer``, passed into ``inner`` as an operand of the calls between them."""
         if inner is outer:
             return node
-        assert inner.parent is not None and inner.call is not None
+        assert inner.parent is not None
+        assert inner.call is not None
         node = self._brought_to(node, outer, inner.parent)
         if (inner, node) not in self.operands:
             self.operands[inner, node] = inner.call.append_operand(node)
@@ -241,13 +264,15 @@ class _Writer:
                 value = getattr(args[0], str(node.target))(*args[1:], **kwargs)
             else:
                 value = node.target(*args, **kwargs)  # type: ignore[operator]
-        node.meta.update(self.meta, example_value=value)
+        node.meta.update({**self.meta, "example_value": value})
         return node
 
 
 def _erase_dead(numbering: Numbering, candidates: list[fx.Node]) -> int:
     """Erase pure nodes without users, beginning at ``candidates``, and operands that bodies no longer use."""
-    calls = {placeholder: scope.call for scope in numbering.scopes if scope.call for placeholder in scope.call.placeholders}
+    calls = {
+        placeholder: scope.call for scope in numbering.scopes if scope.call for placeholder in scope.call.placeholders
+    }
     erased = 0
     waiting = list(dict.fromkeys(candidates))
     while waiting:
@@ -259,7 +284,7 @@ def _erase_dead(numbering: Numbering, candidates: list[fx.Node]) -> int:
             operand = call.operands[call.placeholders.index(node)]
             call.drop_operand(node)
             waiting += [operand] if isinstance(operand, fx.Node) else []
-        elif node.op.startswith("call_") and numbering.effects[node].kind is Kind.PURE:
+        elif node in numbering.effects and numbering.effects[node].kind is Kind.PURE:
             waiting += node.all_input_nodes
             node.graph.erase_node(node)
             erased += 1
