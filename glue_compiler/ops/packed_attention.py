@@ -103,21 +103,23 @@ def document_blocks(cu_seqlens: Tensor, batch: int, length: int, is_causal: bool
     queries = block_lists(first, last)
     # Read by columns the mask is a range as well, of the queries that see a key.
     keys = block_lists(*visible_range(cu_seqlens, batch, length, is_causal, window, of_keys=True))
-    return [materialized(first), materialized(last), *queries, *keys]
+    return materialized([first, last, *queries, *keys])
 
 
 @torch.library.custom_op("glue::materialized", mutates_args=())
-def materialized(tensor: Tensor) -> Tensor:
-    """A copy. To Inductor it is opaque, so it ends in memory.
+def materialized(tensors: list[Tensor]) -> list[Tensor]:
+    """Contiguous copies. To Inductor the operator is opaque, so they end in memory, with these strides.
 
-    Inductor's flex_attention reads what a mask captures from memory, and fails on values that are not there yet.
+    Inductor's flex_attention reads what a mask captures from memory, and fails on values that are not there yet. Lists
+    of blocks it finds by the stride of their heads, even of a single one; where Inductor computes them itself that
+    stride becomes 0, and every row of the batch reads the lists of the first.
     """
-    return tensor.clone()
+    return [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
 
 
 @materialized.register_fake
-def _(tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor)
+def _(tensors: list[Tensor]) -> list[Tensor]:
+    return [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors]
 
 
 @_composite(

@@ -9,7 +9,7 @@ import torch
 
 from glue_compiler.ops.attention_choice import AttentionCall, choose, unsupported
 
-HOPPER = AttentionCall("cuda", (9, 0), torch.bfloat16, 128, 128, 32, 8, 8192)
+HOPPER = AttentionCall("cuda", (9, 0), torch.bfloat16, 128, 128, 32, 8, 1, 8192)
 CPU = AttentionCall.of(*(torch.zeros(1, heads, 10, 16) for heads in (4, 2, 2)))
 
 
@@ -51,6 +51,13 @@ def test_small_heads_are_served_by_one_kernel_each():
     of_size = [dataclasses.replace(HOPPER, head_size=size, value_size=size) for size in (8, 20)]
     assert [choose(call, "inductor") for call in of_size] == ["varlen", "flex"]
     assert [choose(call, "aot_eager") for call in of_size] == ["varlen", None]
+
+
+@pytest.mark.parametrize("rows", [2, None])
+def test_several_rows_go_to_flash(rows):
+    call = dataclasses.replace(HOPPER, rows=rows)
+    assert choose(call, "inductor") == "varlen"
+    assert choose(dataclasses.replace(call, dtype=torch.float32), "inductor") is None
 
 
 def test_autocast_decides_the_dtype():

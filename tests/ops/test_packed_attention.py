@@ -245,8 +245,8 @@ def test_one_graph_that_lengths_of_documents_do_not_recompile(kernel, dynamic):
                 torch.testing.assert_close(one, other)
 
 
-def test_the_mask_of_flex_attention_has_no_annotations():
-    """They would be strings, on which hashing the graph for Inductor's cache fails."""
+def traced_flex_attention() -> torch.fx.GraphModule:
+    """What AOTAutograd makes of packed_attention over blocks, for two rows."""
     graphs = []
 
     def keep(gm, inputs):
@@ -260,9 +260,27 @@ def test_the_mask_of_flex_attention_has_no_annotations():
 
     compiled = torch.compile(call, backend=aot_autograd(fw_compiler=keep), fullgraph=True)
     compiled(documents(), *(each.detach() for each in leaves(300, 2)))
-    masks = [module for name, module in graphs[0].named_children() if name.startswith("sdpa_mask")]
+    return graphs[0]
+
+
+def test_the_mask_of_flex_attention_has_no_annotations():
+    """They would be strings, on which hashing the graph for Inductor's cache fails."""
+    masks = [module for name, module in traced_flex_attention().named_children() if name.startswith("sdpa_mask")]
     assert len(masks) == 1
     assert all(node.type is None for node in masks[0].graph.nodes)
+
+
+def test_what_flex_attention_finds_by_strides_has_those_of_a_contiguous_tensor():
+    """Left to Inductor, the dimension of heads would get stride 0, and each row the lists of the first."""
+    (flex,) = traced_flex_attention().graph.find_nodes(op="call_function", target=torch.ops.higher_order.flex_attention)
+    read = [
+        node for node in (*flex.args[4], *flex.args[8]) if isinstance(node, torch.fx.Node) and node.op != "get_attr"
+    ]
+    assert len(read) == 9  # four lists of counts and indices, and the first key that a query sees
+    for node in read:
+        assert node.args[0].target is torch.ops.glue.materialized.default
+        shape = node.meta["val"].shape
+        assert node.meta["val"].stride() == torch.empty(shape).stride()
 
 
 @pytest.mark.slow
