@@ -77,7 +77,7 @@ class IndexReader:
             if node in self._operands:
                 element = Element(self._operands[node], element.index)
                 continue
-            if not self.is_view(node):
+            if not self.is_pure(node):
                 return element
             try:
                 element = source_of(node, element.index)
@@ -88,7 +88,7 @@ class IndexReader:
         element = self.source(node, index)
         node, index = element.node, element.index
         self._require_fixed(node)
-        name = operator_name(node) if self._is_pure(node) else ""
+        name = operator_name(node) if self.is_pure(node) else ""
         if name in _READ:
             try:
                 return _READ[name](self, node, index)
@@ -112,17 +112,17 @@ class IndexReader:
             return self.read(value, broadcast_index(index, shape_of(value)))
         return number_of(value)
 
-    def is_view(self, node: fx.Node) -> bool:
-        """May the node be read as a view or copy of its first operand, as far as memory goes?"""
-        try:
-            self._require_fixed(node)
-        except Unreadable:
-            return False
-        return self._is_pure(node)
-
-    def _is_pure(self, node: fx.Node) -> bool:
+    def is_pure(self, node: fx.Node) -> bool:
+        """Is the node an operator of torch's own whose result nothing changes afterwards?"""
         effects = self.numbering.effects.get(node)
-        return effects is not None and effects.kind is Kind.PURE and node.op.startswith("call_")
+        if effects is None or effects.kind is not Kind.PURE or not node.op.startswith("call_"):
+            return False
+        return self.is_fixed(node)
+
+    def is_fixed(self, node: fx.Node) -> bool:
+        """Is the node a plain tensor whose memory is written nowhere in the graph?"""
+        value = value_of(node)
+        return isinstance(value, torch.Tensor) and is_plain(value) and not storages_of(value) & self.numbering.written
 
     def _require_fixed(self, node: fx.Node) -> None:
         value = value_of(node)
@@ -379,7 +379,10 @@ def _difference(reader: IndexReader, node: fx.Node, index: Index) -> Expression:
 
 def _cumsum(reader: IndexReader, node: fx.Node, index: Index) -> Expression:
     """Nothing but zeros adds up to zero; any other sum stays a leaf."""
-    dim = argument(node, 1, "dim") % len(index)
+    dim = argument(node, 1, "dim")
+    if not isinstance(dim, int):
+        raise NotAView("a sum over several dimensions")
+    dim %= len(index)
     anywhere = sympy.Dummy("anywhere", integer=True, nonnegative=True)
     if as_number(reader.operand(node.args[0], (*index[:dim], anywhere, *index[dim + 1 :]))) != 0:
         raise NotAView("a sum")

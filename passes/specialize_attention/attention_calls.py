@@ -28,7 +28,7 @@ from glue_compiler.fx.values import is_plain, value_of
 
 @dataclass(frozen=True)
 class Mask:
-    """Which keys a query sees: ``node`` is True for those that it ``shows`` or ``hides``, or is ``added`` to the scores."""
+    """Which keys a query sees: ``node`` is True for those it ``shows`` or ``hides``, or is ``added`` to the scores."""
 
     node: fx.Node
     role: Literal["shows", "hides", "added"]
@@ -118,9 +118,16 @@ def _site(
         raise NotAttention("query, key and value are not plain tensors of four dimensions")
     if not isinstance(dropout, int | float) or not (scale is None or isinstance(scale, int | float)):
         raise NotAttention("dropout or scale is no constant")
-    if shape_of(query)[2] != shape_of(key)[2]:
+    if not all(reader.is_fixed(node) for node in (query, key, value)):
+        raise NotAttention("the memory of query, key or value is written in place")
+    (batch, heads, length, _), of_key, of_value = shape_of(query), shape_of(key), shape_of(value)
+    if of_key[:3] != of_value[:3] or of_key[0] != batch or shape_of(output)[:3] != (batch, heads, length):
+        raise NotAttention("query, key, value or mask are broadcast to each other")
+    if of_key[1] != heads and not is_grouped:
+        raise NotAttention("one head of keys is broadcast to all queries")
+    if length != of_key[2]:
         raise NotAttention("there are not provably as many keys as queries (a cache of earlier keys?)")
-    grouped_key, grouped_value = (_before_repeat(node, shape_of(query)[1], reader) for node in (key, value))
+    grouped_key, grouped_value = (_before_repeat(node, heads, reader) for node in (key, value))
     if shape_of(grouped_key)[1] != shape_of(grouped_value)[1]:
         grouped_key, grouped_value = key, value
     is_grouped = is_grouped or grouped_key is not key
@@ -145,7 +152,7 @@ def _before_repeat(node: fx.Node, heads: Any, reader: IndexReader) -> fx.Node:
     """The tensor of which ``node`` repeats each head for a group of query heads; ``node`` itself if it does not."""
     wanted = tuple(sympy.Symbol(name, integer=True, nonnegative=True) for name in "bhtd")
     element = Element(node, broadcast_index(wanted, shape_of(node)))
-    while reader.is_view(element.node) and element.node.graph is node.graph:
+    while reader.is_pure(element.node) and element.node.graph is node.graph:
         try:
             element = source_of(element.node, element.index)
         except NotAView:
@@ -155,7 +162,7 @@ def _before_repeat(node: fx.Node, heads: Any, reader: IndexReader) -> fx.Node:
             continue
         one_group = (wanted[0], sympy.floor(wanted[1] / (heads // shape[1])), *wanted[2:])
         if shape[1] < heads and element.index == broadcast_index(one_group, shape):
-            return element.node
+            return element.node if reader.is_fixed(element.node) else node
     return node
 
 
@@ -204,7 +211,7 @@ def _masked_scores(node: Any, chain: list[Any]) -> tuple[Mask | None, Any]:
     if name in _CASTS and value_of(node).dtype == value_of(node.args[0]).dtype:
         chain.append(node)
         return _masked_scores(node.args[0], chain)
-    if name == "add":
+    if name == "add" and not node.kwargs:
         for scores, mask in (node.args, node.args[::-1]):
             if _is_tensor(scores) and _is_tensor(mask) and _is_product(scores):
                 chain.append(node)
@@ -224,13 +231,15 @@ def _hides_by(filling: Any, node: fx.Node) -> bool:
 
 def _scaled_scores(node: Any, chain: list[Any]) -> tuple[float, Any]:
     scale = 1.0
-    while _is_tensor(node) and operator_name(node) in ("mul", "div", "truediv"):
-        factor = argument(node, 1, "other")
-        if not isinstance(factor, int | float) or not math.isfinite(factor) or factor == 0 or len(node.args) > 2:
+    while _is_tensor(node) and operator_name(node) in ("mul", "div", "truediv") and len(node.args) == 2:
+        scores, factor = node.args
+        if operator_name(node) == "mul" and _is_tensor(factor):
+            scores, factor = factor, scores
+        if node.kwargs or not isinstance(factor, int | float) or not math.isfinite(factor) or factor == 0:
             break
         scale = scale * factor if operator_name(node) == "mul" else scale / factor
         chain.append(node)
-        node = node.args[0]
+        node = scores
     return scale, node
 
 

@@ -75,10 +75,10 @@ class _Direction:
 
 
 def _never_decreases(node: fx.Node, dim: int, reader: IndexReader) -> str | None:
-    name = operator_name(node)
-    if value_of(node).dtype not in _INTEGERS or not node.op.startswith("call_"):
+    if value_of(node).dtype not in _INTEGERS or not reader.is_pure(node):
         return None
-    if name == "cumsum" and argument(node, 1, "dim") % len(shape_of(node)) == dim:
+    name = operator_name(node)
+    if name == "cumsum" and argument(node, 1, "dim") in (dim, dim - len(shape_of(node))):
         return "a cumsum of non-negative steps" if _is_non_negative(node.args[0]) else None
     if name in ("searchsorted", "bucketize"):
         values = node.args[1] if name == "searchsorted" else node.args[0]
@@ -98,7 +98,8 @@ def _never_decreases(node: fx.Node, dim: int, reader: IndexReader) -> str | None
 def _index_never_decreases(node: Any, dim: int, reader: IndexReader) -> bool:
     if not isinstance(node, fx.Node) or value_of(node).dtype not in _INTEGERS:
         return False
-    index = tuple(TOKEN if d == dim else sympy.Integer(0) for d in range(len(shape_of(node))))
+    anywhere = [sympy.Dummy(f"index{d}", integer=True, nonnegative=True) for d in range(len(shape_of(node)))]
+    index = (*anywhere[:dim], TOKEN, *anywhere[dim + 1 :])
     return _Direction(reader, False).of(reader.read(node, index)) == 1
 
 
@@ -120,13 +121,13 @@ def unit_step_vectors(ids: Any, reader: IndexReader) -> list[Any]:
     zero only when ``f(t) - f(t-1) == 1``, then ``f(q) - f(k) == q - k`` for two tokens of one document.
     """
     node = reader.leaves.get(getattr(ids.func, "__name__", ""))
-    if node is None or operator_name(node) != "cumsum" or not _is_non_negative(node.args[0]):
+    if node is None or not reader.is_pure(node) or operator_name(node) != "cumsum":
         return []
-    dim = argument(node, 1, "dim") % len(ids.args)
-    if ids.args[dim] != TOKEN or not isinstance(node.args[0], fx.Node):
+    dim = argument(node, 1, "dim")
+    if not isinstance(dim, int) or ids.args[dim] != TOKEN or not _is_non_negative(node.args[0]):
         return []
     try:
-        stays = sympy.Not(as_boolean(reader.read(node.args[0], ids.args)))
+        stays = sympy.Not(as_boolean(reader.operand(node.args[0], ids.args)))
     except NotAView:
         return []
     found: list[Any] = []

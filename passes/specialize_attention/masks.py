@@ -83,11 +83,13 @@ def _visible(value: Any, dtype: torch.dtype) -> Any:
         raise UnknownMask("what is added to the scores is more than 0 or minus infinity")
     # Added to any score that is met in practice, this leaves a weight of exactly zero.
     hides = max(torch.finfo(dtype).min, -1e9)
-    visible = holds_where(value, lambda number: number == 0)
-    hidden = holds_where(value, lambda number: number.is_extended_real is True and bool(number <= hides))
-    if sympy.simplify_logic(sympy.Or(visible, hidden), force=True) != sympy.true:
+
+    def is_hidden(number: Any) -> bool:
+        return number.is_extended_real is True and bool(number <= hides)
+
+    if holds_where(value, lambda number: number == 0 or is_hidden(number)) != sympy.true:
         raise UnknownMask("what is added to the scores is neither 0 nor below -1e9")
-    return visible
+    return holds_where(value, lambda number: number == 0)
 
 
 class _Classifier:

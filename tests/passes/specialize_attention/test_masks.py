@@ -186,6 +186,11 @@ LEFT_ALONE = {
     "ALiBi": (alibi, [], "more than 0"),
     "a bias that hides little": (lambda: added(causal(), low=-5.0), [], "neither 0 nor below"),
     "heads of different windows": (per_head, [], "neither causal nor a window"),
+    "another search in each row": (
+        lambda cu, order: same(torch.searchsorted(cu, order, right=True)) & causal(),
+        [CU_SEQLENS, torch.arange(T).flip(0)[None]],
+        "not proved to be sorted",
+    ),
     "narrow integers": (
         lambda starts: same(starts.cumsum(-1, dtype=torch.int8)) & causal(),
         [STARTS],
