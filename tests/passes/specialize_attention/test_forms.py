@@ -128,16 +128,15 @@ def sinks(query, key, value):
 
 
 def key_written_later(query, key, value):
-    key = key * 2
+    query, key = query.detach(), key.detach() * 2
     scores = query @ key.transpose(2, 3) + torch.where(causal(), 0.0, -1e30).double()
-    with torch.no_grad():
-        key.detach().zero_()
-    return F.softmax(scores.detach(), dim=-1) @ value
+    key.zero_()
+    return F.softmax(scores, dim=-1) @ value
 
 
 def one_key_head(query, key, value):
     scores = query @ key[:, :1].transpose(2, 3) + torch.where(causal(), 0.0, -1e30).double()
-    return F.softmax(scores, dim=-1) @ value
+    return F.softmax(scores, dim=-1) @ value[:, :1]
 
 
 def other_dimension(query, key, value):
@@ -154,8 +153,8 @@ def key_not_transposed(query, key, value):
         (weights_returned, "used elsewhere"),
         (capped, "changed in another way"),
         (sinks, "a part of the softmax"),
-        (key_written_later, "written in place|in another way"),
-        (one_key_head, "broadcast"),
+        (key_written_later, "written in place"),
+        (one_key_head, "one head of keys"),
         (other_dimension, None),
         (key_not_transposed, None),
     ],

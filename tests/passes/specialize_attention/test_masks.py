@@ -191,6 +191,7 @@ LEFT_ALONE = {
         [CU_SEQLENS, torch.arange(T).flip(0)[None]],
         "not proved to be sorted",
     ),
+    "blocks of ids that are an input": (lambda ids: same(ids // 2) & causal(), [UNSORTED], "not proved to be sorted"),
     "narrow integers": (
         lambda starts: same(starts.cumsum(-1, dtype=torch.int8)) & causal(),
         [STARTS],
@@ -244,6 +245,17 @@ def test_one_row_of_ids_serves_all_rows():
     run = specialized(fn)
     assert_close(fn, run, tensors, STARTS)
     assert counts(run) == {"packed": 1}
+
+
+def test_ids_that_grow_in_the_first_row_alone_keep_the_mask():
+    def make_mask(cu):
+        values = (1 - 2 * torch.arange(2))[:, None] * tokens()
+        return same(torch.searchsorted(cu, values, right=True)) & causal()
+
+    fn, tensors = attention(make_mask), inputs(2)
+    run = specialized(fn)
+    torch.testing.assert_close(run.call(*tensors, CU_SEQLENS), fn(*tensors, CU_SEQLENS), rtol=0, atol=0)
+    assert counts(run) == {}
 
 
 def test_documents_do_not_see_each_other():
