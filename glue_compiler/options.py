@@ -13,6 +13,7 @@ from glue_compiler import compat
 from glue_compiler.errors import GlueOptionError, GlueWarning, unknown_name
 
 Compiler = Literal["inductor", "aot_eager"]
+ASSUMPTIONS = ("sorted_document_ids",)
 
 _ENVIRONMENT = {
     "GLUE_DUMP": "dump",
@@ -35,6 +36,8 @@ class GlueOptions:
         strict: raise when a pass fails, instead of restoring the graph and warning.
         hoist_limit: the most bytes of one tensor that ``hoist_metadata`` may keep alive by moving it out of a
             checkpoint body, unless that saves a host sync. An int, or a string such as ``"64MiB"``.
+        assume: facts about inputs that no graph can prove, name → True. ``sorted_document_ids``: integer inputs that
+            a mask compares for equality never decrease from a token to the next.
         inductor: Inductor's own options (from ``mode=`` and from the keys of ``options=`` that Inductor knows).
     """
 
@@ -43,6 +46,7 @@ class GlueOptions:
     passes: Mapping[str, bool] = field(default_factory=dict)
     strict: bool = False
     hoist_limit: int = 64 * 2**20
+    assume: Mapping[str, bool] = field(default_factory=dict)
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
     def is_enabled(self, name: str, default: bool) -> bool:
@@ -120,6 +124,17 @@ def _dump(value: Any, _: Collection[str]) -> str | None:
     return os.fspath(value) if value else None
 
 
+def _assume(value: Any, _: Collection[str]) -> dict[str, bool]:
+    if not isinstance(value, Mapping):
+        raise GlueOptionError(f"option 'assume' is a dict of assumption to bool, not {value!r}")
+    for name, on in value.items():
+        if name not in ASSUMPTIONS:
+            raise GlueOptionError(unknown_name("assumption", str(name), ASSUMPTIONS, list_as="Assumptions"))
+        if not isinstance(on, bool):
+            raise GlueOptionError(f"option 'assume': '{name}' is True or False, not {on!r}")
+    return dict(value)
+
+
 def _strict(value: Any, _: Collection[str]) -> bool:
     if not isinstance(value, bool):
         raise GlueOptionError(f"option 'strict' is True or False, not {value!r}")
@@ -132,6 +147,7 @@ _CONVERT = {
     "passes": _passes,
     "strict": _strict,
     "hoist_limit": lambda value, _: parse_bytes(value),
+    "assume": _assume,
 }
 
 

@@ -146,7 +146,9 @@ def pass_uuid(graph_pass: GraphPass) -> bytes:
 @functools.cache
 def _toolkit_sources() -> tuple[Path, ...]:
     folder = Path(__file__).parent
-    return tuple(sorted([*folder.glob("*.py"), *(folder / "fx").glob("*.py"), *(folder / "compat").glob("*.py")]))
+    # Composite operators are traced through after the key was made, so their sources belong to it too.
+    parts = [folder, folder / "fx", folder / "compat", folder / "ops"]
+    return tuple(sorted(path for part in parts for path in part.glob("*.py")))
 
 
 def _save(gm: fx.GraphModule) -> list[tuple[fx.GraphModule, fx.Graph]]:

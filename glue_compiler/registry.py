@@ -9,6 +9,7 @@ from glue_compiler.graph_pass import GraphPass
 
 _BUILT_IN = (
     "glue_compiler.passes.group_experts:GroupExperts",
+    "glue_compiler.passes.specialize_attention:SpecializeAttention",
     "glue_compiler.passes.hoist_metadata:HoistMetadata",
 )
 

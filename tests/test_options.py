@@ -49,6 +49,9 @@ def test_an_unknown_pass_and_an_unknown_compiler_name_the_nearest():
         {"dump": 3},
         {"hoist_limit": "many"},
         {"hoist_limit": -1},
+        {"assume": True},
+        {"assume": {"sorted_ids": True}},
+        {"assume": {"sorted_document_ids": 1}},
     ],
 )
 def test_a_value_of_the_wrong_type_is_an_error(options):

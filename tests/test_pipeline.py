@@ -9,7 +9,7 @@ from glue_compiler.errors import GlueContractError, GlueInvariantError, GlueWarn
 from glue_compiler.fx import bodies
 from glue_compiler.graph_pass import Numerics, PassResult, Skip, Stage
 from glue_compiler.options import GlueOptions
-from glue_compiler.pipeline import Pipeline, order_by_contract, pass_uuid
+from glue_compiler.pipeline import Pipeline, _toolkit_sources, order_by_contract, pass_uuid
 from tests.captured import compile_with_glue
 
 
@@ -183,3 +183,10 @@ def test_the_uuid_changes_with_options_passes_and_sources(tmp_path, monkeypatch)
     before = pass_uuid(passes[0])
     source.write_text("a = 2")
     assert pass_uuid(passes[0]) != before
+
+
+def test_the_uuid_covers_operators_that_are_traced_through():
+    from glue_compiler.ops import document_blocks, packed_attention
+
+    covered = {path.stem for path in _toolkit_sources()}
+    assert {function.__module__.rpartition(".")[2] for function in (document_blocks, packed_attention)} <= covered

@@ -48,6 +48,12 @@ class BodyCall:
         placeholder.meta.update({k: v for k, v in value.meta.items() if k in ("example_value", "val", "stack_trace")})
         return placeholder
 
+    def drop_operand(self, placeholder: fx.Node) -> None:
+        """No longer pass what is bound to ``placeholder``, which nothing in the body uses."""
+        position = self.first_operand + self.placeholders.index(placeholder)
+        self.node.args = self.node.args[:position] + self.node.args[position + 1 :]
+        self.body.graph.erase_node(placeholder)
+
 
 def is_higher_order(node: fx.Node) -> bool:
     return node.op == "call_function" and isinstance(node.target, torch._ops.HigherOrderOperator)

@@ -8,8 +8,20 @@ from glue_compiler.ops.expert_sort import expert_sort
 from glue_compiler.ops.grouped_linear import grouped_linear, grouped_outer
 from glue_compiler.ops.grouped_linear_list import grouped_linear_list
 from glue_compiler.ops.grouped_rows import grouped_repeat, grouped_sum
+from glue_compiler.ops.packed_attention import (
+    causal_attention,
+    document_blocks,
+    document_offsets,
+    exact_document_offsets,
+    packed_attention,
+)
+from glue_compiler.ops.varlen_attention import varlen_attention
 
 __all__ = [
+    "causal_attention",
+    "document_blocks",
+    "document_offsets",
+    "exact_document_offsets",
     "expert_combine",
     "expert_dot",
     "expert_gather",
@@ -19,4 +31,6 @@ __all__ = [
     "grouped_outer",
     "grouped_repeat",
     "grouped_sum",
+    "packed_attention",
+    "varlen_attention",
 ]

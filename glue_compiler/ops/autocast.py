@@ -21,6 +21,18 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype) if eligible else value
 
 
+def in_autocast_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """``tensors`` in the autocast dtype of the first one's device while autocast is on there, else as they are.
+
+    For composite operators, which run with autocast still on.
+    """
+    device_type = tensors[0].device.type
+    if not torch.is_autocast_enabled(device_type):
+        return tensors
+    dtype = torch.get_autocast_dtype(device_type)
+    return tuple(_cast(tensor, dtype) for tensor in tensors)
+
+
 def run_in_autocast_dtype(operator: CustomOpDef) -> None:
     """Make ``operator`` cast its floating tensors (lists too) to the autocast dtype while autocast is on.
 

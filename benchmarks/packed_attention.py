@@ -1,0 +1,319 @@
+"""Training steps of models whose attention needs no mask, on one GPU: eager, Inductor, glue, and written by hand.
+
+    python -m benchmarks.packed_attention [--cases packed,unpacked] [--variants inductor,glue] [--layers 4]
+
+A step is forward and backward, without an optimizer; random weights, bf16, transformers' sdpa attention except where it
+is written by hand. All variants of a case compile side by side, each in its own process, and are timed one after the
+other once all are ready. "graphs" counts what Dynamo captured, "later" of them after the first step: recompiles.
+
+"varlen by hand" and "flex by hand" replace the attention of every layer by torch's varlen_attn or flex_attention, with
+metadata that is made outside of the model, before the clock starts; "operators by hand" calls glue's from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import multiprocessing
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DEVICE = "cuda"
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model and its batches. ``documents``: lengths in every row; empty: not packed; ``None``: new ones each step."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    key_heads: int
+    rows: int
+    length: int
+    documents: tuple[int, ...] | None
+    checkpointing: bool = False
+    frozen: bool = False
+    lora: bool = False
+
+
+CASES = {
+    "packed": Case(1024, 3072, 28, 16, 8, 1, 8192, (512,) * 16),
+    "mixed": Case(1024, 3072, 28, 16, 8, 1, 8192, None),
+    "unpacked": Case(4096, 12288, 16, 32, 8, 2, 8192, (), checkpointing=True, frozen=True),
+    "lora": Case(5120, 17408, 40, 40, 8, 1, 8192, (1024,) * 8, lora=True),
+}
+NAMES = {
+    "packed": "Qwen3-0.6B shape, 16 documents of 512",
+    "mixed": "Qwen3-0.6B shape, documents of 64 to 4096, other lengths each step",
+    "unpacked": "8B-like, 2 x 8192 tokens, not packed, checkpointing, frozen base",
+    "lora": "Qwen3-14B shape with LoRA, 8 documents of 1024",
+}
+VARIANTS = ("eager", "inductor", "glue", "varlen by hand", "flex by hand", "operators by hand")
+
+
+def make_model(case: Case) -> torch.nn.Module:
+    from transformers import Qwen3Config, Qwen3Model
+
+    config = Qwen3Config(
+        vocab_size=1024,
+        hidden_size=case.hidden,
+        intermediate_size=case.intermediate,
+        num_hidden_layers=case.layers,
+        num_attention_heads=case.heads,
+        num_key_value_heads=case.key_heads,
+        head_dim=128,
+        max_position_embeddings=case.length,
+        attn_implementation="sdpa",
+        use_cache=False,
+    )
+    with torch.device(DEVICE):
+        model = Qwen3Model(config).to(torch.bfloat16)
+    if case.frozen:
+        model.requires_grad_(False)
+    if case.lora:
+        from peft import LoraConfig, get_peft_model
+
+        names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+        model = get_peft_model(
+            model, LoraConfig(r=16, lora_alpha=16, target_modules=names), autocast_adapter_dtype=False
+        )
+    if case.checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model.train()
+
+
+def random_lengths(total: int, generator: torch.Generator) -> tuple[int, ...]:
+    """Document lengths of 64 to 4096 tokens, as often short as long, that fill ``total``."""
+    lengths: list[int] = []
+    while (left := total - sum(lengths)) > 0:
+        drawn = int(2 ** (6 + 6 * torch.rand((), generator=generator).item()))
+        lengths.append(left if left < 128 else min(drawn, left - 64))
+    return tuple(lengths)
+
+
+def make_batches(case: Case, number: int) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    batches = []
+    for _ in range(number):
+        lengths = random_lengths(case.length, generator) if case.documents is None else case.documents
+        batch = {"inputs_embeds": torch.randn(case.rows, case.length, case.hidden, device=DEVICE, dtype=torch.bfloat16)}
+        if lengths:
+            positions = torch.cat([torch.arange(length) for length in lengths])
+            batch["position_ids"] = positions.expand(case.rows, -1).to(DEVICE)
+        batches.append(batch)
+    return batches
+
+
+def varlen_by_hand(case: Case) -> tuple[Callable[..., Any], Callable[[Tensor], dict[str, Any]]]:
+    from torch.nn.attention.varlen import varlen_attn
+
+    grouped = {"enable_gqa": True} if "enable_gqa" in varlen_attn.__annotations__ else {}
+
+    def attend(
+        module: Any, q: Tensor, k: Tensor, v: Tensor, _: Any, scaling: float, cu_seqlens: Tensor, **__: Any
+    ) -> Any:
+        flat = (each.transpose(1, 2).flatten(0, 1) for each in (q, k, v))
+        out = varlen_attn(
+            *flat, cu_seqlens, cu_seqlens, case.length, case.length, scale=scaling, window_size=(-1, 0), **grouped
+        )
+        return out.view(case.rows, case.length, *out.shape[1:]), None
+
+    def prepare(starts: Tensor) -> dict[str, Any]:
+        cu_seqlens = torch.ops.glue.exact_document_offsets(starts)
+        torch._dynamo.mark_dynamic(cu_seqlens, 0)
+        return {"cu_seqlens": cu_seqlens}
+
+    return attend, prepare
+
+
+def flex_by_hand(case: Case) -> tuple[Callable[..., Any], Callable[[Tensor], dict[str, Any]]]:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, block_mask: Any, scaling: float, **_: Any) -> Any:
+        out = flex_attention(q, k, v, block_mask=block_mask, scale=scaling, enable_gqa=True)
+        return out.transpose(1, 2), None
+
+    def prepare(starts: Tensor) -> dict[str, Any]:
+        ids = starts.cumsum(1)
+
+        def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return (ids[b, q] == ids[b, k]) & (q >= k)
+
+        return {"attention_mask": create_block_mask(visible, case.rows, None, case.length, case.length)}
+
+    return attend, prepare
+
+
+def operators_by_hand(case: Case) -> tuple[Callable[..., Any], Callable[[Tensor], dict[str, Any]]]:
+    glue = torch.ops.glue
+
+    def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, _: Any, scaling: float, **packed: Any) -> Any:
+        if case.documents == ():
+            return glue.causal_attention(q, k, v, scaling).transpose(1, 2), None
+        cu_seqlens, blocks = packed["cu_seqlens"], packed["blocks"]
+        out = glue.packed_attention(q, k, v, cu_seqlens, case.length, True, -1, scaling, blocks)
+        return out.transpose(1, 2), None
+
+    def prepare(starts: Tensor) -> dict[str, Any]:
+        cu_seqlens = glue.document_offsets(starts)
+        return {"cu_seqlens": cu_seqlens, "blocks": glue.document_blocks(cu_seqlens, case.rows, case.length, True)}
+
+    return attend, prepare
+
+
+BY_HAND = {
+    "varlen by hand": varlen_by_hand,
+    "flex by hand": flex_by_hand,
+    "operators by hand": operators_by_hand,
+}
+
+
+def make_steps(case: Case, variant: str, number: int) -> Iterator[Callable[[Callable[[], None]], None]]:
+    """One step after the other; a step calls its argument between forward and backward."""
+    model = make_model(case)
+    batches = make_batches(case, number)
+    base = model.get_base_model() if case.lora else model
+    if variant in BY_HAND:
+        from transformers import AttentionInterface
+
+        attend, prepare = BY_HAND[variant](case)
+        AttentionInterface.register("by_hand", attend)
+        base.config._attn_implementation = "by_hand"
+        for batch in batches:
+            starts = torch.zeros(case.rows, case.length, dtype=torch.bool, device=DEVICE)
+            batch.update(prepare(batch["position_ids"] == 0 if "position_ids" in batch else starts))
+    call = model
+    if variant != "eager":
+        how: dict[str, Any] = {"backend": "inductor"}
+        if variant == "glue":
+            how = {"backend": "glue", "options": {"passes": {"specialize_attention": True}}}
+        call = torch.compile(model, **how, fullgraph=True, dynamic=None if case.documents is None else False)
+    target = torch.randn_like(batches[0]["inputs_embeds"])
+    learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for batch in batches:
+        embeddings = batch["inputs_embeds"].requires_grad_()
+
+        def step(between: Callable[[], None], batch: Any = batch, embeddings: Tensor = embeddings) -> None:
+            for each in (*learned, embeddings):
+                each.grad = None
+            hidden = call(**batch).last_hidden_state
+            between()
+            hidden.backward(target)
+
+        yield step
+
+
+def measure(connection: Connection, name: str, layers: int | None, variant: str, rounds: int) -> None:
+    """Runs in a process of its own: compile, say that it is done, wait, then time the steps and send the result."""
+    import glue_compiler.ops  # noqa: F401  registers torch.ops.glue
+
+    case = CASES[name] if layers is None else dataclasses.replace(CASES[name], layers=layers)
+    try:
+        torch.manual_seed(0)
+        steps = list(make_steps(case, variant, 3 + rounds))
+        start = time.perf_counter()
+        steps[0](lambda: None)
+        torch.cuda.synchronize()
+        compiling = time.perf_counter() - start
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        for step in steps[1:3]:
+            step(lambda: None)
+        torch.cuda.synchronize()
+        connection.send(None)
+        connection.recv()
+        torch.cuda.reset_peak_memory_stats()
+        times = []
+        for step in steps[3:]:
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+            events[0].record()
+            step(events[1].record)
+            events[2].record()
+            events[2].synchronize()
+            times.append((events[0].elapsed_time(events[1]), events[1].elapsed_time(events[2])))
+        forward, backward = (statistics.median(part) for part in zip(*times, strict=True))
+        connection.send(
+            {
+                "forward_ms": forward,
+                "backward_ms": backward,
+                "step_ms": statistics.median(map(sum, times)),
+                "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+                "first_s": compiling,
+                "graphs": graphs,
+                "later": torch._dynamo.utils.counters["stats"]["unique_graphs"] - graphs,
+            }
+        )
+    except Exception as error:
+        connection.send(f"{type(error).__name__}: {str(error)[:400]}\n{traceback.format_exc()[-1200:]}")
+
+
+def run_case(name: str, layers: int | None, variants: list[str], rounds: int, limit: float) -> dict[str, Any]:
+    """All variants of a case; what fails, or compiles for more than ``limit`` seconds, is printed with its reason."""
+    context = multiprocessing.get_context("spawn")
+    running = {}
+    for variant in variants:
+        ours, theirs = context.Pipe()
+        process = context.Process(target=measure, args=(theirs, name, layers, variant, rounds))
+        process.start()
+        theirs.close()
+        running[variant] = process, ours
+    print(f"{NAMES[name]}, {layers or CASES[name].layers} layers", flush=True)
+    deadline = time.monotonic() + limit
+    results: dict[str, Any] = {}
+    failures = {
+        variant: failure for variant, (_, pipe) in running.items() if (failure := _received(pipe, deadline)) is not None
+    }
+    for variant, (process, pipe) in running.items():
+        if variant not in failures:
+            pipe.send(None)
+            results[variant] = _received(pipe, time.monotonic() + limit)
+        process.terminate()
+        process.join()
+    for variant, result in {**results, **failures}.items():
+        shown = result
+        if isinstance(result, dict):
+            shown = "  ".join(f"{key} {value:.1f}" for key, value in result.items())
+        print(f"  {variant:<18} {shown}", flush=True)
+    return {"case": name, "layers": layers or CASES[name].layers, **results}
+
+
+def _received(pipe: Connection, deadline: float) -> Any:
+    try:
+        return pipe.recv() if pipe.poll(max(0.0, deadline - time.monotonic())) else "not ready in time"
+    except EOFError:
+        return "the process ended"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", default=",".join(CASES), help=f"of {', '.join(CASES)}")
+    parser.add_argument("--variants", default=",".join(VARIANTS), help=f"of {', '.join(VARIANTS)}")
+    parser.add_argument("--layers", type=int, help="fewer layers than the models have: quick")
+    parser.add_argument("--rounds", type=int, default=10, help="timed steps")
+    parser.add_argument("--limit", type=float, default=900, help="seconds for compiling a case's variants")
+    parser.add_argument("--json", help="also write the numbers to this file")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("this benchmark needs a CUDA device")
+    print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}", flush=True)
+    variants = arguments.variants.split(",")
+    lines = [
+        run_case(name, arguments.layers, variants, arguments.rounds, arguments.limit)
+        for name in arguments.cases.split(",")
+    ]
+    if arguments.json:
+        with open(arguments.json, "w") as file:
+            json.dump(lines, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

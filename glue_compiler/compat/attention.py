@@ -1,0 +1,121 @@
+"""Attention kernels inside torch: FlashAttention over packed documents, flex_attention's operator, sdpa's backends."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+
+def flash_varlen_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    window: tuple[int, int],
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """FlashAttention over packed documents. ``[tokens, heads, size]`` → output, logsumexp fp32 ``[heads, tokens]``.
+
+    ``window``: how many keys before and after its own position a query sees, -1 for all.
+    """
+    # torch.nn.attention.varlen keeps its logsumexp to itself in 2.11; the ATen operators below it have had these
+    # arguments in all supported versions.
+    out, logsumexp, *_ = torch.ops.aten._flash_attention_forward(
+        query,
+        key,
+        value,
+        cu_seqlens,
+        cu_seqlens,
+        max_seqlen,
+        max_seqlen,
+        0.0,
+        window == (-1, 0),
+        False,
+        scale=scale,
+        window_size_left=window[0],
+        window_size_right=window[1],
+    )
+    return out, logsumexp
+
+
+def flash_varlen_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    window: tuple[int, int],
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value for :func:`flash_varlen_forward`."""
+    random_state = torch.zeros(2, dtype=torch.uint64, device=query.device)  # read only with dropout
+    return torch.ops.aten._flash_attention_backward(
+        grad,
+        query,
+        key,
+        value,
+        out,
+        logsumexp,
+        cu_seqlens,
+        cu_seqlens,
+        max_seqlen,
+        max_seqlen,
+        0.0,
+        window == (-1, 0),
+        random_state,
+        torch.empty(0, device=query.device),
+        scale=scale,
+        window_size_left=window[0],
+        window_size_right=window[1],
+    )
+
+
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lists: tuple[Tensor, ...],
+    block: int,
+    mask: Callable[..., Tensor],
+    mask_tensors: tuple[Tensor, ...],
+    scale: float,
+) -> Tensor:
+    """flex_attention's operator itself, for graphs that are being traced; Inductor makes the kernel.
+
+    The public function compiles itself when it is called outside of Dynamo, and takes what its mask reads by closure;
+    both are impossible while AOTAutograd traces.
+
+    Args:
+        query: ``[B, Hq, T, D]``. key, value: ``[B, Hkv, T, D]``.
+        lists: counts and indices of the visited blocks, in the order of ``BlockMask``: keys of a query block with a
+            mask, without one, then queries of a key block with a mask, without one.
+        block: tokens in a block.
+        mask: ``(batch, head, query, key, *mask_tensors)`` → bool.
+        scale: multiplies the scores.
+    """
+    # Of the same name as the package's function, so an attribute of the package would be that.
+    module = importlib.import_module("torch.nn.attention.flex_attention")
+    operator = importlib.import_module("torch._higher_order_ops.flex_attention").flex_attention
+    lengths = (query.shape[2], key.shape[2])
+    # A BlockMask orders its own parts: 2.13 added some.
+    # The function is traced with its annotations, and as strings they keep Inductor's cache from hashing the graph.
+    block_mask = module.BlockMask(lengths, *lists, BLOCK_SIZE=(block, block), mask_mod=lambda *places: mask(*places))
+    # AUTO would take a decoding kernel for short rows.
+    options = module._apply_kernel_options(query, key, value, False, {"BACKEND": "TRITON"})
+    return operator(query, key, value, module._identity, block_mask.as_tuple(), scale, options, (), mask_tensors)[0]
+
+
+def cudnn_before_flash() -> AbstractContextManager[Any]:
+    """``scaled_dot_product_attention`` takes cuDNN where it supports the call, then its usual order."""
+    order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    return sdpa_kernel(order, set_priority=True)

@@ -1,0 +1,125 @@
+"""Which kernel serves an attention call without a mask, and whether one does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from glue_compiler.options import Compiler
+
+Kernel = Literal["flex", "varlen"]
+"""``flex``: ``packed_attention`` with ``document_blocks``, from ``document_offsets``. ``varlen``: without, from
+``exact_document_offsets`` on CUDA, whose grid of blocks grows with empty documents."""
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """What the choice of a kernel depends on. ``None``: not known when the graph is compiled.
+
+    Attributes:
+        device: type, ``"cuda"`` or ``"cpu"``.
+        capability: of the CUDA device, ``(9, 0)`` for Hopper.
+        dtype: of query, key and value; under autocast, of autocast.
+        head_size: of query and key. value_size: of value.
+        heads, key_heads: number of heads.
+        rows: of the batch. length: tokens in a row.
+        dropout: probability that is applied.
+    """
+
+    device: str
+    capability: tuple[int, int] | None
+    dtype: torch.dtype
+    head_size: int
+    value_size: int
+    heads: int
+    key_heads: int
+    rows: int | None
+    length: int | None
+    dropout: float = 0.0
+
+    @classmethod
+    def of(cls, query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.0) -> AttentionCall:
+        """From query ``[B, Hq, T, D]``, key and value ``[B, Hkv, T, D]``, real or fake."""
+        dtype = query.dtype
+        if torch.is_autocast_enabled(query.device.type) and dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(query.device.type)
+        return cls(
+            device=query.device.type,
+            capability=torch.cuda.get_device_capability(query.device) if query.is_cuda else None,
+            dtype=dtype,
+            head_size=query.shape[3],
+            value_size=value.shape[3],
+            heads=query.shape[1],
+            key_heads=key.shape[1],
+            rows=rows if isinstance(rows := query.shape[0], int) else None,
+            length=length if isinstance(length := query.shape[2], int) else None,
+            dropout=dropout,
+        )
+
+
+def choose(call: AttentionCall, compiler: Compiler) -> Kernel | None:
+    """The kernel for ``call`` in a graph that ``compiler`` gets, or None where :func:`unsupported` has a reason."""
+    if _general_reason(call):
+        return None
+    if call.device == "cpu":
+        return "varlen"
+    if compiler == "inductor" and not _flex_reason(call):
+        # Faster than FlashAttention 2 in every shape of benchmarks/attention_kernels.py, forward and backward,
+        # deterministic, and free of host synchronisation.
+        return "flex"
+    return None if _flash_reason(call) else "varlen"
+
+
+def unsupported(call: AttentionCall, compiler: Compiler) -> str | None:
+    """Why no kernel serves ``call``, and what would change it; None if one does."""
+    if choose(call, compiler):
+        return None
+    return _general_reason(call) or (_flex_reason(call) if compiler == "inductor" else _flash_reason(call))
+
+
+def prefers_cudnn(device: torch.device, length: int | torch.SymInt) -> bool:
+    """Whether cuDNN is the faster of sdpa's kernels for a plain causal mask.
+
+    It is on Hopper and later; it builds a plan for each new length, so not where lengths vary.
+    """
+    return device.type == "cuda" and isinstance(length, int) and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def _general_reason(call: AttentionCall) -> str | None:
+    if call.dropout > 0:
+        return f"attention dropout is {call.dropout}, and the packed kernels have none; set it to 0"
+    if call.head_size != call.value_size:
+        return f"values have size {call.value_size} and keys {call.head_size}; the packed kernels take one size"
+    if call.heads % call.key_heads:
+        return f"{call.key_heads} key heads do not divide {call.heads} query heads"
+    if call.device not in ("cpu", "cuda"):
+        return f"there is no packed kernel for device '{call.device}'"
+    if not call.dtype.is_floating_point:
+        return f"there is no packed kernel for {call.dtype}"
+    return None
+
+
+def _flex_reason(call: AttentionCall) -> str | None:
+    if call.capability is not None and call.capability < (8, 0):
+        return "flex_attention needs a GPU of compute capability 8.0"
+    if call.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"flex_attention has no kernel for {call.dtype} on CUDA"
+    if call.rows != 1:
+        # What made rows read each other's block lists is fixed, and its test has not run on a GPU since.
+        return "flex_attention over several rows has not been verified on a GPU; pack them into one row"
+    if not 16 <= call.head_size <= 256:
+        return f"head size {call.head_size} is outside of flex_attention's 16 to 256"
+    return None
+
+
+def _flash_reason(call: AttentionCall) -> str | None:
+    if call.capability is not None and call.capability < (8, 0):
+        return "FlashAttention needs a GPU of compute capability 8.0"
+    if call.dtype not in (torch.float16, torch.bfloat16):
+        return f"FlashAttention has no kernel for {call.dtype}; use bf16 or fp16, or compiler='inductor'"
+    if call.head_size > 256 or call.head_size % 8:
+        return f"head size {call.head_size} is over 256 or not divisible by 8, which FlashAttention needs"
+    return None

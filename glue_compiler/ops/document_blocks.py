@@ -1,0 +1,76 @@
+"""Block lists of a packed batch for flex_attention, from document offsets alone.
+
+A token sees one range of tokens, ``[first, last]``, and both ends never decrease from a token to the next one. So for
+a block of tokens the blocks it sees in part are a range, those it sees in full are a range within it, and neither
+needs the mask itself: ``create_block_mask`` evaluates all T x T of it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+BLOCK = 128
+"""Tokens in a block: flex_attention's default, which all of its kernel configurations divide."""
+
+
+def visible_range(
+    cu_seqlens: Tensor, batch: int, length: int, is_causal: bool, window: int, *, of_keys: bool = False
+) -> tuple[Tensor, Tensor]:
+    """First and last key that each query sees, or the queries that see each key: int32 ``[batch, length]`` each."""
+    token = torch.arange(batch * length, device=cu_seqlens.device, dtype=torch.int32)
+    following = torch.searchsorted(cu_seqlens, token, right=True)  # skips empty documents
+    row_start = token - token % length
+    first = cu_seqlens[following - 1] - row_start
+    last = cu_seqlens[following] - row_start - 1
+    position = token - row_start
+    if is_causal:
+        first, last = (position, last) if of_keys else (first, position)
+    if window > 0:
+        first = torch.maximum(first, position - (window - 1))
+        last = torch.minimum(last, position + (window - 1))
+    return first.view(batch, length), last.view(batch, length)
+
+
+def is_visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor, first: Tensor, last: Tensor) -> Tensor:
+    """The mask, in flex_attention's form; ``first`` and ``last`` of :func:`visible_range`."""
+    return (key >= first[batch, query]) & (key <= last[batch, query])
+
+
+def is_visible_and_past(batch: Tensor, head: Tensor, query: Tensor, key: Tensor, first: Tensor) -> Tensor:
+    """:func:`is_visible` for a causal mask, where the last key that a query sees is its own position."""
+    return (key >= first[batch, query]) & (key <= query)
+
+
+def block_lists(first: Tensor, last: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Blocks that each block sees in part, then those it sees in full.
+
+    Args:
+        first, last: int32 ``[B, T]`` of :func:`visible_range`.
+
+    Returns:
+        Counts int32 ``[B, 1, blocks]`` and indices int32 ``[B, 1, blocks, blocks]`` of either list; entries past the
+        count are not read.
+    """
+    length = first.shape[1]
+    blocks = (length + BLOCK - 1) // BLOCK
+    opening = torch.arange(blocks, device=first.device) * BLOCK
+    closing = (opening + BLOCK - 1).clamp(max=length - 1)
+    begin = first[:, opening] // BLOCK
+    end = last[:, closing] // BLOCK + 1
+    full_begin = (first[:, closing] + BLOCK - 1) // BLOCK
+    full_end = (last[:, opening] + 1) // BLOCK
+    # The kernels check the bounds of tokens in masked blocks alone, so a short block sees none in full.
+    has_full = (full_begin < full_end) & (opening + BLOCK <= length)
+    full_begin, full_end = torch.where(has_full, full_begin, end), torch.where(has_full, full_end, end)
+
+    place = torch.arange(blocks, device=first.device, dtype=torch.int32)
+    before = full_begin - begin
+    in_part = place + torch.where(place < before[..., None], begin[..., None], (full_end - before)[..., None])
+    in_full = place + full_begin[..., None]
+    counts = before + end - full_end, full_end - full_begin
+    (part_count, full_count), (part, full) = (
+        tuple(each.to(torch.int32)[:, None] for each in group)
+        for group in (counts, (in_part.clamp(max=blocks - 1), in_full.clamp(max=blocks - 1)))
+    )
+    return part_count, part, full_count, full

@@ -1,0 +1,189 @@
+"""``packed_attention`` and what it needs once a batch: ``document_offsets`` and ``document_blocks``.
+
+These operators are composites: AOTAutograd traces through them, so Inductor sees ``flex_attention`` or
+``varlen_attention``, and plain operators for the metadata. A graph that has traced a pass holds them whole::
+
+    cu_seqlens = torch.ops.glue.document_offsets(starts)  # for "varlen" on CUDA: exact_document_offsets
+    blocks = torch.ops.glue.document_blocks(cu_seqlens, batch, length, is_causal, window)  # for "flex" alone
+    out = torch.ops.glue.packed_attention(query, key, value, cu_seqlens, length, is_causal, window, scale, blocks)
+
+``glue_compiler.ops.attention_choice`` says which of them to take.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from glue_compiler.compat import attention
+from glue_compiler.ops.attention_choice import prefers_cudnn
+from glue_compiler.ops.autocast import in_autocast_dtype
+from glue_compiler.ops.document_blocks import BLOCK, block_lists, is_visible, is_visible_and_past, visible_range
+from glue_compiler.ops.varlen_attention import varlen_attention
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def _composite(schema: str) -> Callable[[Function], Function]:
+    """Register a function that is traced through: one that is made of other operators."""
+
+    def register(function: Function) -> Function:
+        name = f"glue::{function.__name__}"
+        torch.library.define(name, schema)
+        torch.library.impl(name, "CompositeImplicitAutograd")(function)
+        return function
+
+    return register
+
+
+@_composite("(Tensor starts) -> Tensor")
+def document_offsets(starts: Tensor) -> Tensor:
+    """Where each document of a packed batch begins, in its flattened tokens. No host synchronisation.
+
+    Args:
+        starts: bool ``[B, T]``: a document begins here. The first token of a row always begins one.
+
+    Returns:
+        int32 ``[B * T + 1]``, ascending, from 0 to ``B * T``; documents past the last are empty.
+    """
+    starts = _flat_starts(starts)
+    tokens = starts.shape[0]
+    token = torch.arange(tokens, device=starts.device, dtype=torch.int32)
+    # Tokens that begin nothing are written to the last entry, which is tokens anyway.
+    entry = torch.where(starts, starts.cumsum(0) - 1, tokens)
+    offsets = torch.full((tokens + 1,), tokens, dtype=torch.int32, device=starts.device)
+    return offsets.scatter(0, entry, torch.where(starts, token, tokens))
+
+
+@torch.library.custom_op("glue::exact_document_offsets", mutates_args=())
+def exact_document_offsets(starts: Tensor) -> Tensor:
+    """``document_offsets`` without empty documents: int32 ``[documents + 1]``.
+
+    Its size is data-dependent: one host synchronisation on CUDA, an unbacked symbol in a graph.
+    """
+    starts = _flat_starts(starts)
+    begins = torch.nonzero(starts).reshape(-1).to(torch.int32)
+    return torch.cat([begins, begins.new_full((1,), starts.shape[0])])
+
+
+@exact_document_offsets.register_fake
+def _(starts: Tensor) -> Tensor:
+    size = torch.library.get_ctx().new_dynamic_size(min=1)
+    return _flat_starts(starts).new_empty(size, dtype=torch.int32)
+
+
+def _flat_starts(starts: Tensor) -> Tensor:
+    if starts.dtype != torch.bool or starts.dim() != 2:
+        raise ValueError(f"document_offsets: starts must be bool [B, T], got {starts.dtype}, {starts.dim()} dims")
+    column = torch.arange(starts.shape[1], device=starts.device)
+    return (starts | (column == 0)).reshape(-1)
+
+
+@_composite("(Tensor cu_seqlens, SymInt batch, SymInt length, bool is_causal, int window=-1) -> Tensor[]")
+def document_blocks(cu_seqlens: Tensor, batch: int, length: int, is_causal: bool, window: int = -1) -> list[Tensor]:
+    """Which blocks of a packed batch's score matrix an attention kernel visits. No host synchronisation.
+
+    Args:
+        cu_seqlens: of ``document_offsets`` or ``exact_document_offsets``; row ends are document ends.
+        batch: rows B. length: tokens T of a row.
+        is_causal, window: as for ``packed_attention``.
+
+    Returns:
+        First and last key that each query sees (int32 ``[B, T]`` each, within its row), then counts ``[B, 1, blocks]``
+        and indices ``[B, 1, blocks, blocks]`` of four lists: for each block of queries the blocks of keys that are
+        seen in part, and those seen in full; for each block of keys the same blocks of queries. About
+        ``16 * B * (T / 128)**2`` bytes.
+    """
+    first, last = visible_range(cu_seqlens, batch, length, is_causal, window)
+    queries = block_lists(first, last)
+    # Read by columns the mask is a range as well, of the queries that see a key.
+    keys = block_lists(*visible_range(cu_seqlens, batch, length, is_causal, window, of_keys=True))
+    return materialized([first, last, *queries, *keys])
+
+
+@torch.library.custom_op("glue::materialized", mutates_args=())
+def materialized(tensors: list[Tensor]) -> list[Tensor]:
+    """Contiguous copies. To Inductor the operator is opaque, so they end in memory, with these strides.
+
+    Inductor's flex_attention reads what a mask captures from memory, and fails on values that are not there yet. Lists
+    of blocks it finds by the stride of their heads, even of a single one; where Inductor computes them itself that
+    stride becomes 0, and every row of the batch reads the lists of the first.
+    """
+    return [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
+
+
+@materialized.register_fake
+def _(tensors: list[Tensor]) -> list[Tensor]:
+    return [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors]
+
+
+@_composite(
+    "(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens, SymInt max_seqlen, bool is_causal, int window=-1, "
+    "float? scale=None, Tensor[]? blocks=None) -> Tensor"
+)
+def packed_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    is_causal: bool,
+    window: int = -1,
+    scale: float | None = None,
+    blocks: list[Tensor] | None = None,
+) -> Tensor:
+    """``scaled_dot_product_attention`` within the documents of a packed batch.
+
+    Args:
+        query: floating ``[B, Hq, T, D]``. key, value: ``[B, Hkv, T, D]``, ``Hq % Hkv == 0``. Any strides; those of a
+            transposed ``[B, T, H, D]`` cost no copy.
+        cu_seqlens: int32 ``[documents + 1]`` over the ``B * T`` flattened tokens; row ends are document ends.
+        max_seqlen: at least the longest document's length; ``T`` always is.
+        is_causal: a query sees no later key of its document.
+        window: -1, or how far a query sees: ``0 <= q - k < window`` if causal, else ``|q - k| < window``.
+        scale: multiplies the scores; None: ``1 / sqrt(D)``.
+        blocks: of ``document_blocks`` with the same arguments: the kernel is then flex_attention, which only Inductor
+            makes a kernel of. None: ``varlen_attention``.
+
+    Returns:
+        ``[B, Hq, T, D]``, strides of a transposed ``[B, T, Hq, D]`` without ``blocks``.
+
+    Gradients of query, key and value; with ``blocks`` they are deterministic.
+    """
+    query, key, value = in_autocast_dtype(query, key, value)
+    batch, heads, length, size = query.shape
+    scale = 1 / math.sqrt(size) if scale is None else scale
+    if blocks is not None:
+        first, last, *lists = blocks
+        mask, ends = (is_visible_and_past, (first,)) if is_causal else (is_visible, (first, last))
+        return attention.flex_attention(query, key, value, tuple(lists), BLOCK, mask, ends, scale)
+    flat = (tensor.transpose(1, 2).reshape(batch * length, tensor.shape[1], size) for tensor in (query, key, value))
+    out, _ = varlen_attention(*flat, cu_seqlens, max_seqlen, is_causal, window, scale)
+    return out.view(batch, length, heads, size).transpose(1, 2)
+
+
+@_composite("(Tensor query, Tensor key, Tensor value, float? scale=None) -> Tensor")
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:
+    """``scaled_dot_product_attention(is_causal=True)`` that asks cuDNN first where that is the faster kernel.
+
+    torch prefers FlashAttention 2, which takes twice as long as cuDNN on a Hopper GPU. Where cuDNN does not serve a
+    call (its dtype, head size or device, deterministic algorithms), torch's own order holds.
+
+    Args:
+        query: ``[B, Hq, T, D]``. key, value: ``[B, Hkv, T, D]``, ``Hq % Hkv == 0``.
+        scale: multiplies the scores; None: ``1 / sqrt(D)``.
+
+    Returns:
+        ``[B, Hq, T, D]``.
+    """
+    grouped = query.shape[1] != key.shape[1]
+    asks_cudnn = prefers_cudnn(query.device, query.shape[2])
+    with attention.cudnn_before_flash() if asks_cudnn else contextlib.nullcontext():
+        return torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scale, enable_gqa=grouped
+        )

@@ -1,0 +1,39 @@
+"""specialize_attention: attention whose mask is proved to be causal, packed or a window loses its mask."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import fx
+
+from glue_compiler.fx.index_expressions import IndexReader
+from glue_compiler.fx.value_numbering import number_values
+from glue_compiler.graph_pass import Numerics, PassContext, PassResult, Stage
+from glue_compiler.passes.specialize_attention.analysis import plan_attention
+from glue_compiler.passes.specialize_attention.rewrite import apply_plan
+
+
+class SpecializeAttention:
+    """Compute attention without its mask, where the mask is proved to say what a kernel knows by itself.
+
+    Counts: ``unmasked``, ``causal`` and ``packed`` attentions by the form that they took, ``nodes_erased``.
+    """
+
+    name: ClassVar[str] = "specialize_attention"
+    stage: ClassVar[Stage] = Stage.CAPTURED
+    numerics: ClassVar[Numerics] = Numerics.CLOSE
+    default: ClassVar[bool] = False
+    requires: ClassVar[frozenset[str]] = frozenset()
+    provides: ClassVar[frozenset[str]] = frozenset()
+    conflicts: ClassVar[frozenset[str]] = frozenset()
+
+    def cache_options(self, options: Any) -> Any:
+        return (options.compiler, tuple(sorted(options.assume.items())))
+
+    def run(self, graph: fx.GraphModule, context: PassContext) -> PassResult:
+        numbering = number_values(graph, context.effects)
+        reader = IndexReader(numbering)
+        assume_sorted = context.options.assume.get("sorted_document_ids", False)
+        plan = plan_attention(numbering, reader, context.options.compiler, assume_sorted=assume_sorted)
+        counts = apply_plan(plan, numbering, reader, context.effects.fake_mode)
+        return PassResult(changed=bool(plan.replacements), counts=dict(counts), skips=tuple(dict.fromkeys(plan.skips)))

@@ -1,0 +1,97 @@
+"""Which attentions of a graph need no mask, and what takes their place."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from glue_compiler.fx.index_expressions import IndexReader
+from glue_compiler.fx.index_views import shape_of
+from glue_compiler.fx.value_numbering import Numbering
+from glue_compiler.fx.values import source_line, value_of
+from glue_compiler.graph_pass import Skip
+from glue_compiler.ops.attention_choice import AttentionCall, Kernel, choose, unsupported
+from glue_compiler.options import Compiler
+from glue_compiler.passes.specialize_attention.attention_calls import AttentionSite, attention_sites
+from glue_compiler.passes.specialize_attention.masks import UnknownMask, Visibility, classify_mask
+
+Form = Literal["unmasked", "causal", "packed"]
+"""``unmasked``: sdpa without a mask. ``causal``: sdpa with ``is_causal``. ``packed``: within documents or a window."""
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """``site`` computes what ``form`` computes without a mask. ``kernel`` serves ``"packed"``."""
+
+    site: AttentionSite
+    visibility: Visibility
+    form: Form
+    kernel: Kernel | None = None
+
+
+@dataclass
+class Plan:
+    replacements: list[Replacement] = field(default_factory=list)
+    skips: list[Skip] = field(default_factory=list)
+
+
+def plan_attention(numbering: Numbering, reader: IndexReader, compiler: Compiler, *, assume_sorted: bool) -> Plan:
+    """Plan for a graph and the bodies in it. Reads only."""
+    plan = Plan()
+    seen: dict[Any, Visibility | UnknownMask] = {}
+    for scope in numbering.scopes:
+        for found in attention_sites(scope, reader):
+            if not isinstance(found, AttentionSite):
+                plan.skips.append(_skip(*found))
+                continue
+            try:
+                plan.replacements.append(_replacement(found, _visibility(found, reader, assume_sorted, seen), compiler))
+            except UnknownMask as reason:
+                plan.skips.append(_skip(found.output, str(reason)))
+    # In order of execution, so that what the first attention needs is there for the others.
+    time = {o.node: o.time for occurrences in numbering.occurrences.values() for o in occurrences}
+    plan.replacements.sort(key=lambda replacement: time[replacement.site.output])
+    return plan
+
+
+def _visibility(
+    site: AttentionSite, reader: IndexReader, assume_sorted: bool, seen: dict[Any, Visibility | UnknownMask]
+) -> Visibility:
+    """The mask's meaning; layers share masks, so each is read once."""
+    if site.mask is None:
+        return Visibility()
+    batch, _, length, _ = shape_of(site.query)
+    key = (reader.numbering.numbers[site.mask.node], site.mask.role, batch, length)
+    if key not in seen:
+        try:
+            seen[key] = classify_mask(site.mask, batch, length, reader, assume_sorted=assume_sorted)
+        except UnknownMask as reason:
+            seen[key] = reason
+    found = seen[key]
+    if isinstance(found, UnknownMask):
+        raise found
+    return found
+
+
+def _replacement(site: AttentionSite, visibility: Visibility, compiler: Compiler) -> Replacement:
+    length = shape_of(site.query)[2]
+    if isinstance(length, int) and visibility.window >= length:
+        visibility = dataclasses.replace(visibility, window=-1)
+    if not visibility.documents and visibility.window < 0:
+        return Replacement(site, visibility, "causal" if visibility.is_causal else "unmasked")
+    query, key, value = (value_of(node) for node in (site.query, site.grouped_key, site.grouped_value))
+    # On record is the dtype that autocast has made of the operands.
+    dtype: torch.dtype = value_of(site.output).dtype
+    call = dataclasses.replace(AttentionCall.of(query, key, value, site.dropout), dtype=dtype)
+    kernel = choose(call, compiler)
+    if kernel is None:
+        raise UnknownMask(f"the mask is {visibility.name}, but {unsupported(call, compiler)}")
+    return Replacement(site, visibility, "packed", kernel)
+
+
+def _skip(node: fx.Node, reason: str) -> Skip:
+    return Skip(reason, node.name, source_line(node))

@@ -1,0 +1,221 @@
+"""What a mask means: which keys each query sees, proved from the mask's index expression."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+
+from glue_compiler.fx.index_expressions import (
+    IndexReader,
+    Unreadable,
+    as_boolean,
+    as_number,
+    holds_where,
+    is_selected_constant,
+)
+from glue_compiler.fx.index_views import NotAView
+from glue_compiler.fx.values import value_of
+from glue_compiler.passes.specialize_attention.attention_calls import Mask
+from glue_compiler.passes.specialize_attention.documents import (
+    BATCH,
+    HEAD,
+    KEY,
+    QUERY,
+    TOKEN,
+    monotone,
+    unit_step_vectors,
+)
+
+
+class UnknownMask(Exception):
+    """The mask is not proved to be one that a kernel knows; the message says why, and what would change it."""
+
+
+@dataclass(frozen=True)
+class Visibility:
+    """Which keys a query sees: those that pass every condition below. Every query sees itself.
+
+    Attributes:
+        is_causal: ``k <= q``.
+        window: -1: any distance; else ``|q - k| < window``.
+        documents: vectors over tokens, expressions of ``BATCH`` and ``TOKEN``; query and key are equal in each.
+        because: the lemmas of the proof.
+    """
+
+    is_causal: bool = False
+    window: int = -1
+    documents: tuple[Any, ...] = ()
+    because: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        kind = ("document-" if self.documents else "") + ("causal" if self.is_causal else "bidirectional")
+        if not self.documents and not self.is_causal:
+            kind = "all"
+        return kind + (f", window {self.window}" if self.window > 0 else "")
+
+
+def classify_mask(mask: Mask, batch: Any, length: Any, reader: IndexReader, *, assume_sorted: bool) -> Visibility:
+    """Classify the mask of ``batch`` rows, each with ``length`` queries and as many keys.
+
+    Raises:
+        UnknownMask: it is none of those that :class:`Visibility` describes.
+    """
+    tensor = value_of(mask.node)
+    index = (sympy.Integer(0) if batch == 1 else BATCH, HEAD, QUERY, KEY)[4 - tensor.dim() :]
+    try:
+        visible = _visible(reader.read(mask.node, index), tensor.dtype)
+        if mask.role == "hides":
+            visible = sympy.Not(visible)
+        return _Classifier(visible, length, reader, assume_sorted).run()
+    except (Unreadable, NotAView) as reason:
+        raise UnknownMask(f"{reason}, so its contents are not known") from None
+
+
+def _visible(value: Any, dtype: torch.dtype) -> Any:
+    if dtype == torch.bool:
+        return as_boolean(value)
+    value = as_number(value)
+    if not is_selected_constant(value):
+        raise UnknownMask("what is added to the scores is more than 0 or minus infinity")
+    # Added to any score that is met in practice, this leaves a weight of exactly zero.
+    hides = max(torch.finfo(dtype).min, -1e9)
+
+    def is_hidden(number: Any) -> bool:
+        return number.is_extended_real is True and bool(number <= hides)
+
+    if holds_where(value, lambda number: number == 0 or is_hidden(number)) != sympy.true:
+        raise UnknownMask("what is added to the scores is neither 0 nor below -1e9")
+    return holds_where(value, lambda number: number == 0)
+
+
+class _Classifier:
+    def __init__(self, visible: Any, length: Any, reader: IndexReader, assume_sorted: bool) -> None:
+        self.visible = sympy.to_nnf(visible, simplify=False)
+        self.length = length
+        self.reader = reader
+        self.assume_sorted = assume_sorted
+        self.documents: list[Any] = []
+        self.because: list[str] = []
+        self.unit_steps: list[Any] = []
+
+    def run(self) -> Visibility:
+        conditions = sympy.And.make_args(self.visible)
+        if self.visible == sympy.false:
+            raise UnknownMask("no query sees any key")
+        inequalities = []
+        for condition in conditions:
+            if condition == sympy.true:
+                continue
+            if isinstance(condition, sympy.Eq):
+                self._equality(condition)
+            else:
+                inequalities += self._as_non_negative(condition)
+        back, ahead = sympy.oo, sympy.oo
+        for difference in inequalities:
+            kind, limit = self._range(difference)
+            if kind == "back":
+                back = min(back, limit)
+            elif kind == "ahead":
+                ahead = min(ahead, limit)
+        return self._visibility(back, ahead)
+
+    def _visibility(self, back: Any, ahead: Any) -> Visibility:
+        if min(back, ahead) < 0:
+            raise UnknownMask("a token does not see itself, so that some rows see nothing")
+        found = {"documents": tuple(self.documents), "because": tuple(dict.fromkeys(self.because))}
+        if ahead == 0:
+            return Visibility(True, -1 if back == sympy.oo else int(back) + 1, **found)
+        if back == ahead:
+            return Visibility(False, -1 if back == sympy.oo else int(back) + 1, **found)
+        raise UnknownMask(f"a window of {back} keys back and {ahead} ahead; kernels take both equal, or none ahead")
+
+    def _equality(self, condition: Any) -> None:
+        difference = sympy.expand(condition.lhs - condition.rhs)
+        of_query = sum((term for term in sympy.Add.make_args(difference) if QUERY in term.free_symbols), sympy.S.Zero)
+        if of_query.could_extract_minus_sign():
+            of_query, difference = -of_query, -difference
+        vector = of_query.xreplace({QUERY: TOKEN})
+        is_difference = KEY not in of_query.free_symbols and HEAD not in of_query.free_symbols
+        if not is_difference or sympy.expand(of_query - of_query.xreplace({QUERY: KEY}) - difference) != 0:
+            raise UnknownMask(f"{self._show(condition)} does not compare one vector at query and key")
+        proof = monotone(vector, self.reader, assume_sorted=self.assume_sorted)
+        if proof is None:
+            raise UnknownMask(
+                f"document ids {self._show(vector)} are not proved to be sorted; ids from a cumsum are, and "
+                'options={"assume": {"sorted_document_ids": True}} says it'
+            )
+        self.documents.append(vector)
+        self.because += proof.because
+        self.unit_steps += unit_step_vectors(vector, self.reader)
+
+    def _as_non_negative(self, condition: Any) -> list[Any]:
+        """The condition as expressions that are at least zero, all integers."""
+        if not isinstance(condition, sympy.Ge | sympy.Gt | sympy.Le | sympy.Lt):
+            raise UnknownMask(self._why_not(condition))
+        more, less = condition.gts, condition.lts
+        if not (more.is_integer and less.is_integer):
+            raise UnknownMask(f"{self._show(condition)} compares floats")
+        difference = sympy.expand(more - less - (1 if condition.func in (sympy.Gt, sympy.Lt) else 0))
+        distances = difference.atoms(sympy.Abs)
+        if not distances:
+            return [difference]
+        distance = distances.pop()
+        rest = sympy.expand(difference + distance)
+        if distances or rest.has(sympy.Abs):
+            raise UnknownMask(f"{self._show(condition)} is no bound of one distance")
+        return [sympy.expand(rest - distance.args[0]), sympy.expand(rest + distance.args[0])]
+
+    def _why_not(self, condition: Any) -> str:
+        shown = self._show(condition)
+        if isinstance(condition, sympy.Or):
+            return f"it allows one of several conditions, {shown}, as a prefix or a global token does"
+        symbols = condition.free_symbols
+        if isinstance(condition, sympy.Ne) and not {QUERY, KEY} <= symbols:
+            return (
+                f"{shown} is padding: which tokens it hides is not known here, and hidden rows have results of their "
+                "own; documents packed without padding would be specialised"
+            )
+        if HEAD in symbols:
+            return f"{shown} differs from head to head"
+        return f"the meaning of {shown} is not known"
+
+    def _range(self, difference: Any) -> tuple[str, Any]:
+        """``difference >= 0`` as a limit of how far a query sees ``"back"`` or ``"ahead"``; or ``"always"`` true."""
+        for vector in self.unit_steps:
+            at_query, at_key = vector.xreplace({TOKEN: QUERY}), vector.xreplace({TOKEN: KEY})
+            factor = difference.coeff(at_query)
+            if factor in (1, -1) and difference.coeff(at_key) == -factor:
+                difference = sympy.expand(difference - factor * (at_query - at_key) + factor * (QUERY - KEY))
+                self.because.append("positions grow by one within a document")
+        if difference.is_nonnegative or self._least(difference) >= 0:
+            return "always", None
+        for kind, distance in (("back", QUERY - KEY), ("ahead", KEY - QUERY)):
+            limit = sympy.expand(difference + distance)
+            if limit.is_Integer:
+                return kind, limit
+        positions = difference.atoms(sympy.core.function.AppliedUndef)
+        if positions:
+            raise UnknownMask(
+                f"{self._show(difference)} >= 0 compares values that are not proved to grow by one from token to token"
+            )
+        raise UnknownMask(f"{self._show(difference)} >= 0 is neither causal nor a window")
+
+    def _least(self, difference: Any) -> Any:
+        """The least value of a linear expression over all queries and keys; minus infinity if it is not known."""
+        linear = sympy.Poly(difference, QUERY, KEY) if difference.is_polynomial(QUERY, KEY) else None
+        if linear is None or linear.total_degree() > 1 or difference.free_symbols - {QUERY, KEY}:
+            return -sympy.oo
+        if not isinstance(self.length, int):
+            return -sympy.oo
+        ends = (0, self.length - 1)
+        return min(difference.subs({QUERY: q, KEY: k}) for q in ends for k in ends)
+
+    def _show(self, expression: Any) -> str:
+        text = str(expression)
+        for name, node in self.reader.leaves.items():
+            text = text.replace(f"{name}(", f"{node.name}(")
+        return text

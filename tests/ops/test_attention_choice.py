@@ -1,0 +1,67 @@
+"""Which kernel serves an attention call, and why none does."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from glue_compiler.ops.attention_choice import AttentionCall, choose, unsupported
+
+HOPPER = AttentionCall("cuda", (9, 0), torch.bfloat16, 128, 128, 32, 8, 1, 8192)
+CPU = AttentionCall.of(*(torch.zeros(1, heads, 10, 16) for heads in (4, 2, 2)))
+
+
+def test_inductor_gets_flex_and_other_compilers_flash():
+    assert choose(HOPPER, "inductor") == "flex"
+    assert choose(HOPPER, "aot_eager") == "varlen"
+    assert choose(CPU, "inductor") == choose(CPU, "aot_eager") == "varlen"
+
+
+def test_fp32_on_a_gpu_is_served_by_flex_alone():
+    call = dataclasses.replace(HOPPER, dtype=torch.float32)
+    assert choose(call, "inductor") == "flex"
+    assert choose(call, "aot_eager") is None
+    assert "use bf16 or fp16, or compiler='inductor'" in unsupported(call, "aot_eager")
+
+
+@pytest.mark.parametrize("compiler", ["inductor", "aot_eager"])
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"dropout": 0.1}, "attention dropout is 0.1"),
+        ({"value_size": 64}, "values have size 64 and keys 128"),
+        ({"key_heads": 5}, "5 key heads do not divide 32"),
+        ({"device": "xpu"}, "no packed kernel for device 'xpu'"),
+        ({"dtype": torch.int32}, "no packed kernel for torch.int32"),
+        ({"dtype": torch.float64}, "no kernel for torch.float64"),
+        ({"head_size": 512, "value_size": 512}, "head size 512"),
+        ({"capability": (7, 5)}, "compute capability 8.0"),
+    ],
+)
+def test_a_reason_says_why_none_serves(change, reason, compiler):
+    call = dataclasses.replace(HOPPER, **change)
+    assert choose(call, compiler) is None
+    assert reason in unsupported(call, compiler)
+    assert unsupported(HOPPER, compiler) is None
+
+
+def test_small_heads_are_served_by_one_kernel_each():
+    of_size = [dataclasses.replace(HOPPER, head_size=size, value_size=size) for size in (8, 20)]
+    assert [choose(call, "inductor") for call in of_size] == ["varlen", "flex"]
+    assert [choose(call, "aot_eager") for call in of_size] == ["varlen", None]
+
+
+@pytest.mark.parametrize("rows", [2, None])
+def test_several_rows_go_to_flash(rows):
+    call = dataclasses.replace(HOPPER, rows=rows)
+    assert choose(call, "inductor") == "varlen"
+    assert choose(dataclasses.replace(call, dtype=torch.float32), "inductor") is None
+
+
+def test_autocast_decides_the_dtype():
+    inputs = [torch.zeros(1, 2, 10, 16)] * 3
+    with torch.autocast("cpu", torch.bfloat16):
+        assert AttentionCall.of(*inputs).dtype == torch.bfloat16
+    assert AttentionCall.of(*inputs).dtype == torch.float32

@@ -1,0 +1,59 @@
+"""Attention with a mask that the test builds, through the pass alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from glue_compiler.fx import bodies
+from tests.captured import Run, compile_with_glue, result_and_gradients
+
+LENGTH = 12
+POSITIONS = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 0, 1]])
+
+
+def specialized(fn: Any, **options: Any) -> Run:
+    options = {"eager": True, **options}
+    return compile_with_glue(fn, passes={"specialize_attention": True, "hoist_metadata": False}, **options)
+
+
+def counts(run: Run) -> dict[str, int]:
+    found = next(p for p in run.report.passes if p.name == "specialize_attention").counts
+    return {form: number for form, number in found.items() if form != "nodes_erased"}
+
+
+def inputs(batch: int = 1, heads: int = 2, key_heads: int = 2, length: int = LENGTH) -> list[Tensor]:
+    return [
+        torch.randn(batch, h, length, 16, dtype=torch.float64, requires_grad=True)
+        for h in (heads, key_heads, key_heads)
+    ]
+
+
+def square_tensors(run: Run, length: int = LENGTH) -> list[str]:
+    """Nodes with a value as large as the scores."""
+    return [
+        node.name
+        for module in bodies.graph_modules(run.graph)
+        for node in module.graph.nodes
+        if isinstance(value := node.meta.get("example_value"), Tensor) and tuple(value.shape)[-2:] == (length, length)
+    ]
+
+
+def attention(make_mask: Any) -> Any:
+    """A function of query, key, value and the arguments of ``make_mask``."""
+
+    def call(query: Tensor, key: Tensor, value: Tensor, *args: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=make_mask(*args))
+
+    return call
+
+
+def assert_close(fn: Any, run: Run, tensors: list[Tensor], *args: Any) -> None:
+    expected = result_and_gradients(lambda *t: fn(*t, *args), tensors)
+    actual = result_and_gradients(lambda *t: run.call(*t, *args), tensors)
+    assert len(expected) == len(actual) == 1 + len(tensors)
+    for want, got in zip(expected, actual, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)

@@ -1,0 +1,281 @@
+"""What takes an attention's place, and in which forms attention is found; against eager in fp64."""
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+import glue_compiler.ops  # noqa: F401  registers torch.ops.glue
+from tests.captured import compile_with_glue, count, result_and_gradients
+from tests.passes.specialize_attention.attention import (
+    LENGTH,
+    POSITIONS,
+    assert_close,
+    counts,
+    inputs,
+    specialized,
+    square_tensors,
+)
+
+T = LENGTH
+STARTS = POSITIONS == 0
+packed_attention = torch.ops.glue.packed_attention.default
+
+
+def causal():
+    token = torch.arange(T)
+    return token[:, None] >= token
+
+
+def documents(starts):
+    ids = starts.cumsum(-1)
+    return (ids[:, None, :, None] == ids[:, None, None, :]) & causal()
+
+
+def repeated(heads, times):
+    batch, key_heads, length, size = heads.shape
+    wider = heads[:, :, None].expand(batch, key_heads, times, length, size)
+    return wider.reshape(batch, key_heads * times, length, size)
+
+
+@pytest.mark.parametrize("make_mask", [documents, lambda starts: causal()], ids=["packed", "causal"])
+@pytest.mark.parametrize("key_heads", [1, 2])
+@pytest.mark.parametrize("spelling", ["expand", "repeat_interleave", "enable_gqa"])
+def test_repeated_heads_are_grouped(make_mask, key_heads, spelling):
+    def fn(query, key, value, starts):
+        times = 4 // key_heads
+        if spelling == "expand":
+            key, value = repeated(key, times), repeated(value, times)
+        elif spelling == "repeat_interleave":
+            key, value = key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
+        mask = make_mask(starts)
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, scale=0.3, enable_gqa=spelling == "enable_gqa"
+        )
+
+    run = specialized(fn)
+    assert_close(fn, run, inputs(2, 4, key_heads), STARTS)
+    assert sum(counts(run).values()) == 1
+    (call,) = (
+        n for n in run.graph.graph.nodes if n.target in (packed_attention, torch.ops.glue.causal_attention.default)
+    )
+    assert call.args[1].meta["example_value"].shape[1] == key_heads
+
+
+def test_heads_in_another_order_are_not_grouped():
+    def fn(query, key, value, starts):
+        return F.scaled_dot_product_attention(
+            query, key.repeat(1, 2, 1, 1), value.repeat(1, 2, 1, 1), attn_mask=documents(starts)
+        )
+
+    run = specialized(fn)
+    assert_close(fn, run, inputs(1, 4, 2), STARTS)
+    (call,) = (n for n in run.graph.graph.nodes if n.target is packed_attention)
+    assert call.args[1].meta["example_value"].shape[1] == 4
+
+
+def written_out(query, key, value, starts, *, mask="added", scale=0.25, dropout=0.0):
+    scores = torch.matmul(query, key.transpose(2, 3)) * scale
+    visible = documents(starts)
+    if mask == "added":
+        scores = scores + torch.where(visible, torch.zeros((), dtype=scores.dtype), torch.finfo(scores.dtype).min)
+    elif mask == "masked_fill":
+        scores = scores.masked_fill(~visible, float("-inf"))
+    elif mask == "where":
+        scores = torch.where(visible, scores, -1e30)
+    weights = F.softmax(scores, dim=-1).to(query.dtype)
+    weights = F.dropout(weights, p=dropout, training=True)
+    return torch.matmul(weights, value)
+
+
+@pytest.mark.parametrize("mask", ["added", "masked_fill", "where"])
+def test_softmax_between_two_products_is_attention(mask):
+    def fn(*tensors):
+        return written_out(*tensors, mask=mask)
+
+    run = specialized(fn)
+    assert_close(fn, run, inputs(), STARTS)
+    assert counts(run) == {"packed": 1}
+    assert square_tensors(run) == []
+    assert count(run.graph, torch.matmul) == 0
+
+
+def test_softmax_without_a_mask_is_attention():
+    def fn(*tensors):
+        return written_out(*tensors, STARTS, mask=None)
+
+    run = specialized(fn)
+    assert_close(fn, run, inputs())
+    assert counts(run) == {"unmasked": 1}
+
+
+def weights_returned(query, key, value):
+    weights = F.softmax(query @ key.transpose(2, 3) + torch.where(causal(), 0.0, -1e30).double(), dim=-1)
+    return weights @ value, weights
+
+
+def capped(query, key, value):
+    scores = torch.tanh(query @ key.transpose(2, 3)) + torch.where(causal(), 0.0, -1e30).double()
+    return F.softmax(scores, dim=-1) @ value
+
+
+def sinks(query, key, value):
+    scores = query @ key.transpose(2, 3) + torch.where(causal(), 0.0, -1e30).double()
+    scores = torch.cat([scores, torch.ones(1, 2, T, 1, dtype=scores.dtype)], dim=-1)
+    return F.softmax(scores, dim=-1)[..., :-1] @ value
+
+
+def key_written_later(query, key, value):
+    query, key = query.detach(), key.detach() * 2
+    scores = query @ key.transpose(2, 3) + torch.where(causal(), 0.0, -1e30).double()
+    key.zero_()
+    return F.softmax(scores, dim=-1) @ value
+
+
+def one_key_head(query, key, value):
+    scores = query @ key[:, :1].transpose(2, 3) + torch.where(causal(), 0.0, -1e30).double()
+    return F.softmax(scores, dim=-1) @ value[:, :1]
+
+
+def other_dimension(query, key, value):
+    return F.softmax(query @ key.transpose(2, 3) + torch.where(causal(), 0.0, -1e30).double(), dim=2) @ value
+
+
+def key_not_transposed(query, key, value):
+    return F.softmax(query @ key[..., :T, :].reshape(1, 2, 16, T), dim=-1) @ value
+
+
+@pytest.mark.parametrize(
+    ("fn", "reason"),
+    [
+        (weights_returned, "used elsewhere"),
+        (capped, "changed in another way"),
+        (sinks, "a part of the softmax"),
+        (key_written_later, "written in place"),
+        (one_key_head, "one head of keys"),
+        (other_dimension, None),
+        (key_not_transposed, None),
+    ],
+)
+def test_other_softmax_stays(fn, reason):
+    run = specialized(fn)
+    tensors = inputs()
+    for want, got in zip(result_and_gradients(fn, tensors), result_and_gradients(run.call, tensors), strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+    assert counts(run) == {}
+    skips = [skip.reason for skip in run.report.passes[0].skips]
+    assert len(skips) == (reason is not None)
+    assert all(re.search(reason, skip) for skip in skips)
+
+
+def test_dropout_keeps_the_mask_of_documents_and_drops_a_causal_one():
+    def packed(query, key, value, starts):
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=documents(starts), dropout_p=0.5)
+
+    def plain(query, key, value):
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=causal(), dropout_p=0.5)
+
+    run = specialized(packed)
+    run.call(*inputs(), STARTS)
+    assert counts(run) == {}
+    assert "dropout" in run.report.passes[0].skips[0].reason
+    torch._dynamo.reset()
+    run = specialized(plain)
+    run.call(*inputs())
+    assert counts(run) == {"causal": 1}
+    (call,) = run.graph.graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention)
+    assert call.kwargs["dropout_p"] == 0.5
+    assert call.kwargs["is_causal"]
+
+
+def test_two_attentions_share_the_metadata():
+    def fn(query, key, value, starts):
+        mask = documents(starts)
+        once = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        return F.scaled_dot_product_attention(once, key, value, attn_mask=mask)
+
+    run = specialized(fn)
+    assert_close(fn, run, inputs(), STARTS)
+    assert counts(run) == {"packed": 2}
+    assert count(run.graph, torch.ops.glue.document_offsets.default) == 1
+
+
+def test_a_mask_that_is_used_elsewhere_stays_there():
+    def fn(query, key, value, starts):
+        mask = documents(starts)
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        return out, mask
+
+    run = specialized(fn)
+    tensors = inputs()
+    torch.testing.assert_close(run.call(*tensors, STARTS), fn(*tensors, STARTS))
+    assert counts(run) == {"packed": 1}
+
+
+@pytest.mark.parametrize("where", ["outside", "inside"])
+def test_checkpoint_bodies_take_offsets_for_the_mask(where):
+    def layer(query, key, value, mask_or_starts):
+        mask = mask_or_starts if where == "outside" else documents(mask_or_starts)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+
+    def fn(query, key, value, starts):
+        given = documents(starts) if where == "outside" else starts
+        query = checkpoint(layer, query, key, value, given, use_reentrant=False)
+        return checkpoint(layer, query, key, value, given, use_reentrant=False)
+
+    run = specialized(fn, eager=False)
+    assert_close(fn, run, inputs(), STARTS)
+    assert counts(run) == {"packed": 2}
+    assert square_tensors(run) == []
+    assert count(run.graph, torch.ops.glue.document_offsets.default) == (1 if where == "outside" else 2)
+
+
+def test_a_body_before_an_attention_of_the_caller():
+    def layer(query, key, value, mask):
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+
+    def fn(query, key, value, starts):
+        mask = documents(starts)
+        query = checkpoint(layer, query, key, value, mask, use_reentrant=False)
+        return layer(query, key, value, mask)
+
+    run = specialized(fn, eager=False)
+    assert_close(fn, run, inputs(), STARTS)
+    assert counts(run) == {"packed": 2}
+    assert count(run.graph, torch.ops.glue.document_offsets.default) == 1
+
+
+def test_views_of_the_result_keep_their_strides():
+    def fn(query, key, value, starts):
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=documents(starts))
+        return out.view(-1, out.shape[-1])
+
+    run = specialized(fn, eager=False)
+    assert_close(fn, run, inputs(), STARTS)
+    assert counts(run) == {"packed": 1}
+
+
+def test_autocast_decides_the_dtype():
+    def fn(query, key, value, starts):
+        with torch.autocast("cpu", torch.bfloat16):
+            return F.scaled_dot_product_attention(query, key, value, attn_mask=documents(starts))
+
+    run = specialized(fn, eager=False)
+    tensors = [tensor.detach().float().requires_grad_() for tensor in inputs()]
+    expected = result_and_gradients(lambda *t: fn(*t, STARTS), tensors)
+    actual = result_and_gradients(lambda *t: run.call(*t, STARTS), tensors)
+    assert counts(run) == {"packed": 1}
+    for want, got in zip(expected, actual, strict=True):
+        assert got.dtype == want.dtype
+        torch.testing.assert_close(got, want, rtol=5e-2, atol=5e-2)
+
+
+def test_off_by_default():
+    def fn(query, key, value):
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=causal())
+
+    run = compile_with_glue(fn, eager=True)
+    run.call(*inputs())
+    assert [p.name for p in run.report.passes] == ["hoist_metadata"]

@@ -1,0 +1,63 @@
+"""Through Inductor on a GPU: what the pass writes is as close to fp64 as the dense mask in the same dtype."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.passes.specialize_attention.attention import counts, specialized
+
+pytestmark = pytest.mark.gpu
+
+
+def documents(starts, window):
+    token = torch.arange(starts.shape[1], device=starts.device)
+    ids = starts.cumsum(-1)
+    distance = token[:, None] - token
+    return (ids[:, None, :, None] == ids[:, None, None, :]) & (distance >= 0) & (distance < window)
+
+
+def dense(query, key, value, starts, window):
+    mask = documents(starts, window)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+
+
+@pytest.mark.parametrize("length", [300, 1024])
+@pytest.mark.parametrize("window", [4096, 100])
+@pytest.mark.parametrize("probability", [0.0, 0.01])
+@pytest.mark.parametrize("compiler", ["inductor", "aot_eager"])
+def test_documents_and_windows(length, window, probability, compiler):
+    torch.manual_seed(0)
+    shapes = ((2, 4, length, 64), (2, 2, length, 64), (2, 2, length, 64))
+    tensors = [torch.randn(s, dtype=torch.bfloat16, device="cuda", requires_grad=True) for s in shapes]
+    starts = torch.rand(2, length, device="cuda") < probability
+    run = specialized(lambda *t: dense(*t, starts, window), eager=False, compiler=compiler)
+
+    def with_gradients(fn, inputs):
+        out = fn(*inputs)
+        torch.manual_seed(1)
+        return [out, *torch.autograd.grad(out, inputs, torch.randn(out.shape, device="cuda").to(out.dtype))]
+
+    actual = with_gradients(run.call, tensors)
+    exact = with_gradients(
+        lambda *t: dense(*t, starts, window), [t.detach().double().requires_grad_() for t in tensors]
+    )
+    masked = with_gradients(lambda *t: dense(*t, starts, window), tensors)
+    assert counts(run) == {"packed": 1}
+    for got, want, other in zip(actual, exact, masked, strict=True):
+        allowed = (other.double() - want).norm() / want.norm()
+        assert (got.double() - want).norm() / want.norm() <= 2 * allowed + 1e-3
+
+
+def test_lengths_that_change_do_not_recompile_or_sync():
+    starts = torch.rand(1, 512, device="cuda") < 0.01
+    tensors = [torch.randn(1, 2, 512, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True) for _ in range(3)]
+    run = specialized(lambda q, k, v, s: dense(q, k, v, s, 4096), eager=False, compiler="inductor")
+    run.call(*tensors, starts).sum().backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for probability in (0.0, 0.1, 0.5):
+            other = torch.rand(1, 512, device="cuda") < probability
+            run.call(*tensors, other).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(run.graphs) == 1

@@ -1,0 +1,308 @@
+"""Which masks are proved, and which near misses stay; outputs and all gradients against eager in fp64."""
+
+import re
+
+import pytest
+import torch
+
+from tests.passes.specialize_attention.attention import (
+    LENGTH,
+    POSITIONS,
+    assert_close,
+    attention,
+    counts,
+    inputs,
+    specialized,
+    square_tensors,
+)
+
+T = LENGTH
+STARTS = POSITIONS == 0
+CU_SEQLENS = torch.tensor([0, 4, 10, 12])
+LENGTHS = torch.tensor([4, 6, 2])
+
+
+def tokens():
+    return torch.arange(T)
+
+
+def causal():
+    return tokens()[:, None] >= tokens()
+
+
+def same(ids):
+    return ids[:, None, :, None] == ids[:, None, None, :]
+
+
+def ids_of_steps(positions):
+    steps = torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1)
+    return (steps != 1).cumsum(-1)
+
+
+def added(visible, dtype=torch.float64, low=float("-inf")):
+    return torch.where(visible, torch.zeros((), dtype=dtype), low)
+
+
+PROVED = {
+    "comparison": (causal, [], "causal"),
+    "tril of ones": (lambda: torch.ones(T, T, dtype=torch.bool).tril(), [], "causal"),
+    "not triu": (lambda: torch.triu(torch.ones(T, T), diagonal=1) == 0, [], "causal"),
+    "triu of minus infinity": (
+        lambda: torch.triu(torch.full((T, T), float("-inf"), dtype=torch.float64), diagonal=1),
+        [],
+        "causal",
+    ),
+    "masked_fill": (
+        lambda: torch.zeros(T, T, dtype=torch.float64).masked_fill(~causal(), float("-inf")),
+        [],
+        "causal",
+    ),
+    "one minus the mask, times a large number": (lambda: (1.0 - causal().double()) * -1e30, [], "causal"),
+    "through bf16": (lambda: ((1.0 - causal().bfloat16()) * -1e30).double(), [], "causal"),
+    "expanded over heads": (lambda: causal()[None, None].expand(1, 2, T, T), [], "causal"),
+    "repeated over heads": (lambda: causal()[None, None].repeat(1, 2, 1, 1), [], "causal"),
+    "strictly less than one more": (lambda: tokens() < tokens()[:, None] + 1, [], "causal"),
+    "all": (lambda: torch.ones(T, T, dtype=torch.bool), [], "unmasked"),
+    "all, by bounds": (lambda: (tokens() < T) & (tokens()[:, None] >= 0), [], "unmasked"),
+    "a window longer than the row": (lambda: causal() & (tokens()[:, None] - tokens() < T), [], "causal"),
+    "causal window": (lambda: causal() & (tokens()[:, None] - tokens() < 4), [], "packed"),
+    "window, by banded triangles": (
+        lambda: torch.ones(T, T, dtype=torch.bool).tril().triu(diagonal=-3),
+        [],
+        "packed",
+    ),
+    "window on both sides": (lambda: (tokens()[:, None] - tokens()).abs() <= 3, [], "packed"),
+    "blocks of tokens": (lambda: (tokens()[:, None] // 4 == tokens() // 4) & causal(), [], "packed"),
+    "ids of a cumsum of starts": (lambda starts: same(starts.cumsum(-1)) & causal(), [STARTS], "packed"),
+    "ids of a cumsum, seen both ways": (lambda starts: same(starts.long().cumsum(-1) - 1), [STARTS], "packed"),
+    "cumsum of position == 0": (lambda pos: same((pos == 0).cumsum(-1)) & causal(), [POSITIONS], "packed"),
+    "ids of positions, positions in order": (
+        lambda pos: same(ids_of_steps(pos)) & (pos[:, None, None, :] <= pos[:, None, :, None]),
+        [POSITIONS],
+        "packed",
+    ),
+    "ids and window of positions": (
+        lambda pos: (
+            same(ids_of_steps(pos))
+            & (pos[:, None, None, :] <= pos[:, None, :, None])
+            & (pos[:, None, None, :] > pos[:, None, :, None] - 3)
+        ),
+        [POSITIONS],
+        "packed",
+    ),
+    "searchsorted": (
+        lambda cu: same(torch.searchsorted(cu, tokens(), right=True)[None]) & causal(),
+        [CU_SEQLENS],
+        "packed",
+    ),
+    "bucketize": (lambda cu: same(torch.bucketize(tokens(), cu, right=True)[None]) & causal(), [CU_SEQLENS], "packed"),
+    "repeat_interleave": (
+        lambda n: same(torch.repeat_interleave(torch.arange(3), n, output_size=T)[None]) & causal(),
+        [LENGTHS],
+        "packed",
+    ),
+    "documents, added": (
+        lambda starts: added(same(starts.cumsum(-1)) & causal(), low=-1e30),
+        [STARTS],
+        "packed",
+    ),
+    "two masks, added": (
+        lambda starts: added(same(starts.cumsum(-1))) + added(causal()),
+        [STARTS],
+        "packed",
+    ),
+}
+
+
+@pytest.mark.parametrize("spelling", PROVED)
+def test_a_proved_mask_goes(spelling):
+    make_mask, args, form = PROVED[spelling]
+    fn, tensors = attention(make_mask), inputs()
+    run = specialized(fn)
+    assert_close(fn, run, tensors, *args)
+    assert counts(run) == {form: 1}
+    assert square_tensors(run) == []
+
+
+def flipped():
+    return causal() | ((tokens()[:, None] == 3) & (tokens() == 7))
+
+
+def written():
+    mask = causal().clone()
+    mask[3, 7] = True
+    return mask
+
+
+def alibi():
+    return added(causal()) + (tokens() - tokens()[:, None]).double() * 0.5
+
+
+def per_head():
+    return causal()[None] & (torch.arange(2)[:, None, None] + tokens()[:, None] - tokens() < 4)
+
+
+UNSORTED = torch.tensor([[0, 0, 1, 1, 0, 0, 2, 2, 1, 1, 2, 2]])
+GAPS = torch.tensor([[0, 2, 4, 6, 0, 1, 3, 5, 7, 9, 0, 1]])
+PREFIX = torch.tensor([[1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0]], dtype=torch.bool)
+RIGHT_PADDING = torch.tensor([[1] * 9 + [0] * 3], dtype=torch.bool)
+
+LEFT_ALONE = {
+    "ids that are an input": (lambda ids: same(ids) & causal(), [UNSORTED], "not proved to be sorted"),
+    "a cumsum of numbers": (lambda steps: same(steps.cumsum(-1)) & causal(), [UNSORTED - 1], "not proved to be sorted"),
+    "positions with gaps, documents elsewhere": (
+        lambda pos, starts: same(starts.cumsum(-1)) & (pos[:, None, None] <= pos[:, None, :, None]),
+        [GAPS, STARTS],
+        "not proved to grow by one",
+    ),
+    "a window of positions with gaps": (
+        lambda pos: same((pos == 0).cumsum(-1)) & causal() & (pos[:, None, :, None] - pos[:, None, None, :] < 3),
+        [GAPS],
+        "not proved to grow by one",
+    ),
+    "steps of two": (
+        lambda pos: (
+            same((torch.diff(pos, prepend=pos[:, :1] - 1) != 2).cumsum(-1))
+            & (pos[:, None, None] <= pos[:, None, :, None])
+        ),
+        [GAPS],
+        "not proved to grow by one",
+    ),
+    "a query does not see itself": (lambda: tokens()[:, None] > tokens(), [], "does not see itself"),
+    "no query sees anything": (lambda: torch.zeros(T, T, dtype=torch.bool), [], "no query sees"),
+    "the other triangle": (lambda: tokens()[:, None] <= tokens(), [], "none ahead"),
+    "a window of two sizes": (
+        lambda: (tokens()[:, None] - tokens() < 4) & (tokens() - tokens()[:, None] < 2),
+        [],
+        "take both equal",
+    ),
+    "every other key": (lambda: (tokens()[:, None] + tokens()) % 2 == 0, [], "not known|does not compare"),
+    "one flipped element": (flipped, [], "one of several conditions"),
+    "one element written": (written, [], "written in place"),
+    "prefix": (lambda prefix: causal() | prefix[:, None, None], [PREFIX], "one of several conditions"),
+    "padding": (lambda pad: causal() & pad[:, None, None], [RIGHT_PADDING], "padding"),
+    "a mask that is an input": (lambda mask: mask, [torch.ones(T, T, dtype=torch.bool).tril()], "not known|padding"),
+    "scores that are an input": (lambda mask: mask, [torch.zeros(T, T, dtype=torch.float64)], "more than 0"),
+    "ALiBi": (alibi, [], "more than 0"),
+    "a bias that hides little": (lambda: added(causal(), low=-5.0), [], "neither 0 nor below"),
+    "heads of different windows": (per_head, [], "neither causal nor a window"),
+    "another search in each row": (
+        lambda cu, order: same(torch.searchsorted(cu, order, right=True)) & causal(),
+        [CU_SEQLENS, torch.arange(T).flip(0)[None]],
+        "not proved to be sorted",
+    ),
+    "blocks of ids that are an input": (lambda ids: same(ids // 2) & causal(), [UNSORTED], "not proved to be sorted"),
+    "narrow integers": (
+        lambda starts: same(starts.cumsum(-1, dtype=torch.int8)) & causal(),
+        [STARTS],
+        "not proved to be sorted",
+    ),
+}
+
+
+@pytest.mark.parametrize("spelling", LEFT_ALONE)
+def test_a_near_miss_keeps_its_mask(spelling):
+    make_mask, args, reason = LEFT_ALONE[spelling]
+    fn, tensors = attention(make_mask), inputs()
+    run = specialized(fn)
+    out = run.call(*tensors, *args)
+    torch.testing.assert_close(out, fn(*tensors, *args), equal_nan=True, rtol=0, atol=0)
+    assert counts(run) == {}
+    assert not run.report.passes[0].changed
+    (skip,) = run.report.passes[0].skips
+    assert re.search(reason, skip.reason), skip.reason
+    assert skip.source
+
+
+def test_sorted_ids_may_be_assumed():
+    def make_mask(ids):
+        return same(ids) & causal()
+
+    fn, tensors = attention(make_mask), inputs()
+    run = specialized(fn, assume={"sorted_document_ids": True})
+    assert_close(fn, run, tensors, UNSORTED.sort().values)
+    assert counts(run) == {"packed": 1}
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_documents_of_each_row_are_their_own(batch):
+    starts = torch.rand(batch, T) < 0.3
+
+    def make_mask(starts):
+        return same(starts.cumsum(-1)) & causal()
+
+    fn, tensors = attention(make_mask), inputs(batch)
+    run = specialized(fn)
+    assert_close(fn, run, tensors, starts)
+    assert counts(run) == {"packed": 1}
+
+
+def test_one_row_of_ids_serves_all_rows():
+    def make_mask(starts):
+        return same(starts.cumsum(-1)) & causal()
+
+    fn, tensors = attention(make_mask), inputs(3)
+    run = specialized(fn)
+    assert_close(fn, run, tensors, STARTS)
+    assert counts(run) == {"packed": 1}
+
+
+def test_ids_that_grow_in_the_first_row_alone_keep_the_mask():
+    def make_mask(cu):
+        values = (1 - 2 * torch.arange(2))[:, None] * tokens()
+        return same(torch.searchsorted(cu, values, right=True)) & causal()
+
+    fn, tensors = attention(make_mask), inputs(2)
+    run = specialized(fn)
+    torch.testing.assert_close(run.call(*tensors, CU_SEQLENS), fn(*tensors, CU_SEQLENS), rtol=0, atol=0)
+    assert counts(run) == {}
+
+
+def test_documents_do_not_see_each_other():
+    fn = attention(lambda pos: same(ids_of_steps(pos)) & (pos[:, None, None] <= pos[:, None, :, None]))
+    run = specialized(fn)
+    query, key, value = inputs()
+    before = run.call(query, key, value, POSITIONS)
+    edited = [tensor.detach().clone() for tensor in (query, key, value)]
+    for tensor in edited:
+        tensor[:, :, 4:10] += 1  # the second document
+    after = run.call(*edited, POSITIONS)
+    assert torch.equal(after[:, :, :4], before[:, :, :4])
+    assert torch.equal(after[:, :, 10:], before[:, :, 10:])
+    assert not torch.isclose(after[:, :, 4:10], before[:, :, 4:10]).all(-1).any()
+
+
+def test_lengths_that_change_do_not_recompile():
+    fn = attention(lambda starts: same(starts.cumsum(-1)) & causal())
+    run = specialized(fn)
+    tensors = inputs()
+    for probability in (0.0, 0.2, 0.5, 1.0):
+        assert_close(fn, run, tensors, torch.rand(1, T) < probability)
+    assert len(run.graphs) == 1
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_dynamic_lengths(documents):
+    def fn(query, key, value, starts):
+        token = torch.arange(query.shape[2])
+        mask = token[:, None] >= token
+        if documents:
+            mask = mask & same(starts.cumsum(-1))
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+
+    run = specialized(fn, dynamic=True)
+    for length in (12, 17, 5):
+        assert_close(fn, run, inputs(2, length=length), torch.rand(2, length) < 0.3)
+    assert len(run.graphs) == 1
+    assert counts(run) == {"packed" if documents else "causal": 1}
+
+
+def test_more_keys_than_queries_keep_the_mask():
+    def fn(query, key, value):
+        mask = torch.arange(4)[:, None] >= torch.arange(T)
+        return torch.nn.functional.scaled_dot_product_attention(query[:, :, :4], key, value, attn_mask=mask)
+
+    run = specialized(fn)
+    run.call(*inputs())
+    assert counts(run) == {}
+    assert "as many keys" in run.report.passes[0].skips[0].reason

@@ -1,0 +1,136 @@
+"""Unmodified models of transformers: the mask goes, outputs and all gradients stay those of eager."""
+
+import pytest
+import torch
+
+from tests.passes.specialize_attention.attention import LENGTH, POSITIONS, counts, specialized, square_tensors
+
+transformers = pytest.importorskip("transformers")
+
+COMMON = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 64,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "use_cache": False,
+}
+MODELS = {
+    "llama": {},
+    "qwen3": {},
+    "mistral": {"sliding_window": 5},
+    "gemma3_text": {
+        "num_hidden_layers": 2,
+        "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "gpt_oss": {"sliding_window": 5, "num_local_experts": 2, "num_experts_per_tok": 1},
+    "modernbert": {"num_hidden_layers": 2, "local_attention": 6, "global_attn_every_n_layers": 2, "sep_token_id": 2},
+}
+
+
+def tiny(kind, attention):
+    config = transformers.AutoConfig.for_model(kind, **{**COMMON, **MODELS[kind]})
+    kind_of_model = transformers.AutoModelForMaskedLM if kind == "modernbert" else transformers.AutoModelForCausalLM
+    return kind_of_model.from_config(config, attn_implementation=attention)
+
+
+def step(model, call, batch):
+    model.zero_grad()
+    logits = call(**batch).logits
+    generator = torch.Generator().manual_seed(1)
+    (logits * torch.randn(logits.shape, generator=generator)).sum().backward()
+    return [logits.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def assert_steps_are_close(model, run, batch):
+    expected, actual = step(model, model, batch), step(model, run.call, batch)
+    assert len(expected) == len(actual) > 5
+    for want, got in zip(expected, actual, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def batch_of(rows=1, packed=True):
+    batch = {"input_ids": torch.randint(3, 64, (rows, LENGTH))}
+    if packed:
+        batch["position_ids"] = POSITIONS.repeat(rows, 1)
+    return batch
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "gemma3_text"])
+def test_packed_documents(kind, attention):
+    model = tiny(kind, attention)
+    run = specialized(model, eager=False)
+    batch = batch_of(rows=2)
+    assert_steps_are_close(model, run, batch)
+    assert counts(run) == {"packed": model.config.num_hidden_layers}
+    assert square_tensors(run) == []
+    # Editing one document leaves the others as they are, bit by bit.
+    before = run.call(**batch).logits
+    batch["input_ids"][:, 4:10] = 3
+    after = run.call(**batch).logits
+    assert torch.equal(after[:, :4], before[:, :4])
+    assert torch.equal(after[:, 10:], before[:, 10:])
+    assert not torch.equal(after[:, 4:10], before[:, 4:10])
+    assert len(run.graphs) == 1
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(
+    ("kind", "forms"),
+    [
+        ("llama", {"causal": 1}),
+        ("mistral", {"packed": 1}),
+        ("gemma3_text", {"packed": 1, "causal": 1}),
+    ],
+)
+def test_whole_rows(kind, forms, attention):
+    model = tiny(kind, attention)
+    run = specialized(model, eager=False)
+    assert_steps_are_close(model, run, batch_of(rows=2, packed=False))
+    assert counts(run) == forms
+    assert square_tensors(run) == []
+
+
+def test_gradient_checkpointing():
+    model = tiny("qwen3", "sdpa").train()
+    model.gradient_checkpointing_enable()
+    run = specialized(model, eager=False)
+    assert_steps_are_close(model, run, batch_of())
+    assert counts(run) == {"packed": 1}
+    assert square_tensors(run) == []
+
+
+def test_an_encoder_with_a_window_on_both_sides():
+    model = tiny("modernbert", "sdpa").eval()
+    run = specialized(model, eager=False)
+    assert_steps_are_close(model, run, batch_of(rows=2, packed=False))
+    assert counts(run) == {"packed": 1}
+    assert square_tensors(run) == []
+
+
+@pytest.mark.parametrize("kind", ["llama", "modernbert"])
+def test_padding_is_left_alone(kind):
+    model = tiny(kind, "sdpa").eval()
+    run = specialized(model, eager=False)
+    batch = batch_of(rows=2, packed=False)
+    batch["attention_mask"] = torch.ones(2, LENGTH, dtype=torch.long)
+    batch["attention_mask"][0, :3] = 0
+    assert_steps_are_close(model, run, batch)
+    assert counts(run) == {}
+    assert all("padding" in reason for reason in run.skip_reasons)
+
+
+def test_attention_sinks_are_left_alone():
+    model = tiny("gpt_oss", "eager")
+    run = specialized(model, eager=False)
+    assert_steps_are_close(model, run, batch_of(packed=False))
+    assert counts(run) == {}
+    assert any("sinks" in reason for reason in run.skip_reasons)
