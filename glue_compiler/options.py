@@ -20,6 +20,7 @@ _ENVIRONMENT = {
     "GLUE_STRICT": "strict",
     "GLUE_COMPILER": "compiler",
     "GLUE_HOIST_LIMIT": "hoist_limit",
+    "GLUE_MEMOIZE_THRESHOLD": "memoize_threshold",
 }
 
 
@@ -35,6 +36,8 @@ class GlueOptions:
         strict: raise when a pass fails, instead of restoring the graph and warning.
         hoist_limit: the most bytes of one tensor that ``hoist_metadata`` may keep alive by moving it out of a
             checkpoint body, unless that saves a host sync. An int, or a string such as ``"64MiB"``.
+        memoize_threshold: ``memoize_metadata`` splits off a computation without a host sync only if it makes a tensor
+            of at least so many bytes.
         inductor: Inductor's own options (from ``mode=`` and from the keys of ``options=`` that Inductor knows).
     """
 
@@ -43,6 +46,7 @@ class GlueOptions:
     passes: Mapping[str, bool] = field(default_factory=dict)
     strict: bool = False
     hoist_limit: int = 64 * 2**20
+    memoize_threshold: int = 2**20
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
     def is_enabled(self, name: str, default: bool) -> bool:
@@ -132,6 +136,7 @@ _CONVERT = {
     "passes": _passes,
     "strict": _strict,
     "hoist_limit": lambda value, _: parse_bytes(value),
+    "memoize_threshold": lambda value, _: parse_bytes(value),
 }
 
 

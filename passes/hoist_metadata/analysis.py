@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +13,7 @@ from glue_compiler.fx.value_numbering import Number, Numbering, Occurrence, Scop
 from glue_compiler.fx.values import (
     is_plain,
     most_bytes,
+    producer_of,
     requires_grad,
     source_line,
     storages_of,
@@ -145,7 +145,7 @@ class _Planner:
 
     def _own_storages(self, node: fx.Node) -> set[int]:
         """Memory that the node allocates; an item of a tuple counts as the operator that made the tuple."""
-        producer = _producer(node)
+        producer = producer_of(node)
         return storages_of(value_of(node)) - storages_of([value_of(arg) for arg in producer.all_input_nodes])
 
     def _may_lift(self, number: Number) -> bool:
@@ -197,7 +197,7 @@ class _Planner:
 
     def _saves_sync(self, number: Number) -> bool:
         """Is it read back from the device, or a host number that comes from such a value, or a check of one?"""
-        node = _producer(self.inner[number][0].node)
+        node = producer_of(self.inner[number][0].node)
         if self.numbering.effects[node].syncs:
             return True
         if self._kind(number) is Kind.ASSERT:
@@ -279,10 +279,3 @@ class _Planner:
 
     def _skip(self, node: fx.Node, reason: str) -> None:
         self.plan.skips.append(Skip(reason, node.name, source_line(node)))
-
-
-def _producer(node: fx.Node) -> fx.Node:
-    """The operator behind an item of a tuple."""
-    while node.target is operator.getitem and isinstance(value_of(node.args[0]), tuple | list):  # type: ignore[arg-type]
-        node = node.args[0]  # type: ignore[assignment]
-    return node
