@@ -44,7 +44,11 @@ class Run:
 def compile_with_glue(
     fn: Any, *, eager: bool = False, fullgraph: bool = True, dynamic: bool | None = None, **options: Any
 ) -> Run:
-    """``torch.compile(fn, backend="glue")`` through AOTAutograd (or ``eager``: the rewritten graph as it is)."""
+    """``torch.compile(fn, backend="glue")`` through AOTAutograd (or ``eager``: the rewritten graph as it is).
+
+    memoize_metadata, which takes from a graph what most tests look for in it, is off unless ``passes`` says otherwise;
+    when it splits a graph, ``graphs`` has the prologue and then the rest.
+    """
     run = Run(None, Session())
 
     def keep(gm, inputs, glue_options, uuid):
@@ -53,6 +57,7 @@ def compile_with_glue(
 
     backend = GlueBackend(hand_off=keep, session=run.session)
     options = {"compiler": "aot_eager", "strict": True, **options}
+    options["passes"] = {"memoize_metadata": False, **options.get("passes", {})}
     run.call = torch.compile(fn, backend=backend, fullgraph=fullgraph, dynamic=dynamic, options=options)
     return run
 

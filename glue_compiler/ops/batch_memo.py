@@ -63,7 +63,6 @@ def identity_of(values: Sequence[Any]) -> tuple[Any, ...] | None:
             value.shape,
             value.stride(),
             value.dtype,
-            value.device,
         )
     return tuple(identity)
 
