@@ -18,6 +18,7 @@ from glue_compiler.pipeline import Pipeline
 from glue_compiler.report.dump import render_graph
 from glue_compiler.report.session import GraphReport, Session, session_for
 
+
 class GlueBackend:
     """A Dynamo backend: captured graph in, compiled callable out.
 

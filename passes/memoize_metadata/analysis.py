@@ -211,9 +211,7 @@ class _Planner:
             return None
         return f"'{node.name}' is neither a tensor nor an integer, so it cannot be an input of the rest"
 
-    def _sizes(
-        self, chosen: set[fx.Node], results: list[fx.Node]
-    ) -> tuple[tuple[SizeResult, ...], dict[fx.Node, str]]:
+    def _sizes(self, chosen: set[fx.Node], results: list[fx.Node]) -> tuple[tuple[SizeResult, ...], dict[fx.Node, str]]:
         """How the rest learns each unbacked symbol in the shapes of ``results``; and results for which it cannot."""
         known = {expression(value_of(node)) for node in results if isinstance(value_of(node), torch.SymInt)}
         sizes: list[SizeResult] = []

@@ -45,7 +45,9 @@ def test_a_batch_is_computed_once(memoized_double):
     assert memoized_double.computed == 1
 
 
-@pytest.mark.parametrize("through", [lambda t: t, lambda t: t[2:], torch.Tensor.detach], ids=["itself", "view", "alias"])
+@pytest.mark.parametrize(
+    "through", [lambda t: t, lambda t: t[2:], torch.Tensor.detach], ids=["itself", "view", "alias"]
+)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_an_in_place_change_is_seen(memoized_double, through, mode):
     positions = torch.arange(5)
