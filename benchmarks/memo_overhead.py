@@ -2,8 +2,8 @@
 
     python -m benchmarks.memo_overhead [--device cuda]
 
-The layer reads ``max_seqlen`` and ``cu_seqlens`` of ``position_ids``. It is handed to AOTAutograd's eager operators, once
-with a batch that all calls share (a hit) and once taking both as arguments: the difference is the memo's.
+``call`` calls a Python function that is given ``cu_seqlens`` and ``max_seqlen``; ``hit`` has them looked up by
+``position_ids``, of which ``identity`` is the part that reads the tensor.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ object, in turn within each round, so that a machine that drifts drifts for all:
 - ``glue``: each decoder layer compiled by glue;
 - ``oracle``: the metadata built by hand once per batch, outside of the layers, which Inductor compiles.
 
-``varlen`` metadata is ``cu_seqlens`` and ``max_seqlen`` (two host syncs); ``mask`` is a dense ``[tokens, tokens]`` mask.
+``varlen`` metadata is ``cu_seqlens`` and ``max_seqlen`` (two host syncs); ``mask`` is dense, ``[tokens, tokens]``.
 Times are medians in ms: a training forward, and forward with backward. Each step has a batch that no step had before.
 """
 
@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -195,6 +194,17 @@ class Runner:
         return {name: counts.get(f"aten::{name}", 0) for name in ("nonzero", "_local_scalar_dense")}
 
 
+def warm_up(runner: Runner, variant: str) -> str | None:
+    """Compile; what went wrong, if anything did: one variant that fails must not stop the others."""
+    runner.select(variant)
+    try:
+        for _ in range(3):
+            runner.step(variant, runner.batch())
+    except Exception as failure:
+        return f"{type(failure).__name__}: {str(failure).splitlines()[0][:300]}"
+    return None
+
+
 def measure(name: str, metadata: str, arguments: argparse.Namespace) -> None:
     variants = list(arguments.variants)
     runner = Runner(name, metadata, variants, arguments)
@@ -203,14 +213,11 @@ def measure(name: str, metadata: str, arguments: argparse.Namespace) -> None:
     first: dict[str, float] = {}
     losses: dict[str, float] = {}
     for variant in list(variants):
-        try:
-            runner.select(variant)
-            start = time.perf_counter()
-            for _ in range(3):
-                runner.step(variant, runner.batch())
-            first[variant] = time.perf_counter() - start
-        except Exception as failure:
-            print(f"{name} {metadata} {variant}: {type(failure).__name__}: {str(failure).splitlines()[0][:300]}")
+        start = time.perf_counter()
+        problem = warm_up(runner, variant)
+        first[variant] = time.perf_counter() - start
+        if problem:
+            print(f"{name} {metadata} {variant}: {problem}")
             variants.remove(variant)
     for _ in range(arguments.rounds):
         batch = runner.batch()
@@ -225,7 +232,7 @@ def measure(name: str, metadata: str, arguments: argparse.Namespace) -> None:
     title = f"{name}, {metadata}, {len(runner.layers)} layers, {arguments.tokens} tokens, {arguments.rounds} rounds"
     print(f"\n{title}, torch {torch.__version__} on {device}; published for the hand-made form: {PUBLISHED.get(name)}")
     print(
-        "| variant | forward ms | step ms | forward, x oracle | step, x oracle | first 3 steps s | nonzero | reads | loss |"
+        "| variant | forward ms | step ms | forward, x oracle | step, x oracle | warm-up s | nonzero | reads | loss |"
     )
     print("|---|---|---|---|---|---|---|---|---|")
     for variant in variants:

@@ -19,8 +19,8 @@ def set_sourceless(placeholder: fx.Node) -> None:
 def example_input(value: Any) -> Any:
     """A fake tensor (or a symbol) of a captured graph as an example input for the compiler.
 
-    Must be called while a backend runs. AOTAutograd then works in another FakeTensorMode than the one of the nodes, with
-    the same ShapeEnv; it would give a tensor of a foreign mode new symbols (2.13), or refuse it (2.11).
+    Must be called while a backend runs. AOTAutograd then works in another FakeTensorMode than the nodes' own, with the
+    same ShapeEnv; it would give a tensor of a foreign mode new symbols (2.13), or refuse it (2.11).
     """
     context = torch._guards.TracingContext.try_get()
     if not isinstance(value, torch.Tensor) or context is None or context.fake_mode is None:

@@ -144,7 +144,7 @@ def _is_plain_result(value: Any) -> bool:
 
 
 class BatchMemo:
-    """The prologues of a process. Equal ones share their results; one that no compiled graph uses any more is dropped."""
+    """The prologues of a process. Equal ones share their results; those that no compiled graph uses are dropped."""
 
     def __init__(self) -> None:
         self._prologues: weakref.WeakValueDictionary[Hashable, PrologueResults] = weakref.WeakValueDictionary()

@@ -192,8 +192,8 @@ def test_a_tuple_is_handed_over_by_its_items():
     def fn(x, flags):
         return x[torch.where(flags)]
 
-    run, x, flags = compile_split(fn), torch.randn(3, 4), torch.rand(3, 4) > 0.5
-    for flags in (flags, ~flags, torch.zeros_like(flags)):
+    run, x, some = compile_split(fn), torch.randn(3, 4), torch.rand(3, 4) > 0.5
+    for flags in (some, ~some, torch.zeros_like(some)):
         assert torch.equal(run.call(x, flags), fn(x, flags))
 
 
