@@ -43,6 +43,11 @@ class PassReport:
     prologue: Prologue | None = None
     prologue_text: str | None = None
 
+    def texts(self) -> dict[str, str]:
+        """The graphs that there are to show, by moment: before, after, prologue."""
+        shown = {"before": self.before, "after": self.after, "prologue": self.prologue_text}
+        return {moment: text for moment, text in shown.items() if text is not None}
+
 
 Snapshotter = Callable[[fx.GraphModule], str]
 

@@ -13,7 +13,7 @@ def set_sourceless(placeholder: fx.Node) -> None:
 
     None is what the DDP optimizer leaves on the inputs of its pieces (2.11 to 2.15).
     """
-    placeholder._dynamo_source = None  # type: ignore[attr-defined]
+    placeholder._dynamo_source = None
 
 
 def example_input(value: Any) -> Any:
