@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from glue_compiler import registry
 from glue_compiler.backend import GlueBackend
 from glue_compiler.fx import bodies
 from glue_compiler.handoff import hand_off
@@ -57,7 +58,8 @@ def compile_with_glue(
 
     backend = GlueBackend(hand_off=keep, session=run.session)
     options = {"compiler": "aot_eager", "strict": True, **options}
-    options["passes"] = {"memoize_metadata": False, **options.get("passes", {})}
+    if "memoize_metadata" in registry.pass_names():
+        options["passes"] = {"memoize_metadata": False, **options.get("passes", {})}
     run.call = torch.compile(fn, backend=backend, fullgraph=fullgraph, dynamic=dynamic, options=options)
     return run
 

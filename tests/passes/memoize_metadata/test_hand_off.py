@@ -34,7 +34,7 @@ def test_one_prologue_in_different_graphs_has_one_key_and_another_constant_has_a
         return packed_layer(x.sin(), positions, weight) + 1
 
     def window(x, positions, weight):
-        return packed_layer(x, positions + 1, weight)
+        return packed_layer(x, positions * 2, weight)
 
     keys = []
     for fn in (packed_layer, other, window):
