@@ -12,13 +12,11 @@ from torch import fx
 from glue_compiler import capture, compat, registry
 from glue_compiler.fx import bodies
 from glue_compiler.graph_pass import Stage
-from glue_compiler.handoff import hand_off
+from glue_compiler.handoff import HandOff, hand_off, hand_off_in_parts
 from glue_compiler.options import GlueOptions, parse_options
 from glue_compiler.pipeline import Pipeline
 from glue_compiler.report.dump import render_graph
 from glue_compiler.report.session import GraphReport, Session, session_for
-
-HandOff = Callable[[fx.GraphModule, Sequence[Any], GlueOptions, bytes], Callable[..., Any]]
 
 
 class GlueBackend:
@@ -56,7 +54,8 @@ class GlueBackend:
         report.trace()
         if session:
             session.add_graph(report, gm)
-        return self._hand_off(gm, example_inputs, pipeline.options, pipeline.uuid())
+        prologues = [p.prologue for p in report.passes if p.prologue is not None]
+        return hand_off_in_parts(self._hand_off, prologues, gm, example_inputs, pipeline.options, pipeline.uuid())
 
     def begin_frame(self, stored: Mapping[str, Any], code: CodeType) -> None:
         self._pipeline_for(stored)  # wrong options and contracts are errors before anything is traced

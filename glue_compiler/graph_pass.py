@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -44,12 +44,30 @@ class Skip:
 
 
 @dataclass(frozen=True)
+class Prologue:
+    """A graph that a pass split off: pure, and run once per batch in front of the graph it was taken from.
+
+    Attributes:
+        graph: takes the inputs of the captured graph at the positions ``inputs``; returns a tuple.
+        results: fake values of what it returns: tensors that share no memory with its inputs, and symbolic integers.
+            The rest of the captured graph takes them after its own inputs.
+        key: equal for prologues that give equal results for equal inputs.
+    """
+
+    graph: fx.GraphModule
+    inputs: tuple[int, ...]
+    results: tuple[Any, ...]
+    key: Hashable = field(repr=False)
+
+
+@dataclass(frozen=True)
 class PassResult:
     """What a pass did: ``changed`` must be true if anything in the graph is different."""
 
     changed: bool
     counts: Mapping[str, int] = field(default_factory=dict)
     skips: tuple[Skip, ...] = ()
+    prologue: Prologue | None = None
 
 
 @dataclass(frozen=True)

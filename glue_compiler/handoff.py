@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import fx
 
 from glue_compiler import compat
+from glue_compiler.compat import graph_inputs
+from glue_compiler.graph_pass import Prologue
+from glue_compiler.ops.batch_memo import BatchMemo, memoized
 from glue_compiler.options import GlueOptions
+
+HandOff = Callable[[fx.GraphModule, Sequence[Any], GlueOptions, bytes], Callable[..., Any]]
+
+_batch_memo = BatchMemo()
 
 
 def hand_off(gm: fx.GraphModule, inputs: Sequence[Any], options: GlueOptions, passes_uuid: bytes) -> Callable[..., Any]:
@@ -18,3 +26,27 @@ def hand_off(gm: fx.GraphModule, inputs: Sequence[Any], options: GlueOptions, pa
     # config_patches, and not a context manager around the call: the backward is compiled after it has returned.
     patches = {**options.inductor, **compat.cache_key_patch(passes_uuid, options.inductor)}
     return compat.compile_with_inductor(gm, inputs, patches)
+
+
+def hand_off_in_parts(
+    hand_off: HandOff,
+    prologues: Sequence[Prologue],
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    options: GlueOptions,
+    passes_uuid: bytes,
+) -> Callable[..., Any]:
+    """Compile ``gm`` and the prologues that were split off it, and join them through the process's batch memo.
+
+    ``gm`` takes ``inputs``, then the results of each prologue in turn; the callable that is returned takes ``inputs``.
+    """
+    # Memory of a captured CUDA graph is overwritten by its next replay, and the memo keeps results for longer.
+    quiet = dataclasses.replace(options, inductor={**options.inductor, "triton.cudagraphs": False})
+    runs = [hand_off(p.graph, [inputs[i] for i in p.inputs], quiet, passes_uuid) for p in prologues]
+    results = [graph_inputs.example_input(value) for p in prologues for value in p.results]
+    call = hand_off(gm, [*inputs, *results], options, passes_uuid)
+    for prologue, run in reversed(list(zip(prologues, runs, strict=True))):
+        # Another compiler, or another of its options, may round differently.
+        key = (prologue.key, options.compiler, repr(sorted(options.inductor.items())))
+        call = memoized(call, run, prologue.inputs, _batch_memo.results_of(key))
+    return call

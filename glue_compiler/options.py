@@ -21,6 +21,7 @@ _ENVIRONMENT = {
     "GLUE_STRICT": "strict",
     "GLUE_COMPILER": "compiler",
     "GLUE_HOIST_LIMIT": "hoist_limit",
+    "GLUE_MEMOIZE_THRESHOLD": "memoize_threshold",
 }
 
 
@@ -38,6 +39,8 @@ class GlueOptions:
             checkpoint body, unless that saves a host sync. An int, or a string such as ``"64MiB"``.
         assume: facts about inputs that no graph can prove, name → True. ``sorted_document_ids``: integer inputs that
             a mask compares for equality never decrease from a token to the next.
+        memoize_threshold: ``memoize_metadata`` splits off a computation without a host sync only if it makes a tensor
+            of at least so many bytes.
         inductor: Inductor's own options (from ``mode=`` and from the keys of ``options=`` that Inductor knows).
     """
 
@@ -47,6 +50,7 @@ class GlueOptions:
     strict: bool = False
     hoist_limit: int = 64 * 2**20
     assume: Mapping[str, bool] = field(default_factory=dict)
+    memoize_threshold: int = 2**20
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
     def is_enabled(self, name: str, default: bool) -> bool:
@@ -148,6 +152,7 @@ _CONVERT = {
     "strict": _strict,
     "hoist_limit": lambda value, _: parse_bytes(value),
     "assume": _assume,
+    "memoize_threshold": lambda value, _: parse_bytes(value),
 }
 
 

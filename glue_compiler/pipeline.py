@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import hashlib
 import inspect
@@ -19,10 +18,11 @@ from torch import fx
 from glue_compiler import compat
 from glue_compiler.errors import GlueContractError, GlueWarning
 from glue_compiler.fx import bodies
+from glue_compiler.fx.copying import copy_graph
 from glue_compiler.fx.effects import EffectAnalysis
 from glue_compiler.fx.invariants import check_graph
 from glue_compiler.fx.missing_values import record_missing_values
-from glue_compiler.graph_pass import GraphPass, PassContext, PassResult, Skip, Stage
+from glue_compiler.graph_pass import GraphPass, PassContext, PassResult, Prologue, Skip, Stage
 from glue_compiler.options import GlueOptions
 
 log = logging.getLogger(__name__)
@@ -41,6 +41,13 @@ class PassReport:
     error: str | None = None
     before: str | None = None
     after: str | None = None
+    prologue: Prologue | None = None
+    prologue_text: str | None = None
+
+    def texts(self) -> dict[str, str]:
+        """The graphs that there are to show, by moment: before, after, prologue."""
+        shown = {"before": self.before, "after": self.after, "prologue": self.prologue_text}
+        return {moment: text for moment, text in shown.items() if text is not None}
 
 
 Snapshotter = Callable[[fx.GraphModule], str]
@@ -81,6 +88,8 @@ class Pipeline:
                 result = compat.observed(gm, graph_pass.name, lambda module: graph_pass.run(module, context))
                 if result is not None and result.changed:
                     check_graph(gm, context.effects)
+                    if result.prologue is not None:
+                        check_graph(result.prologue.graph, context.effects)
         except Exception as failure:
             _restore(gm, saved)
             if self.options.strict:
@@ -105,6 +114,8 @@ class Pipeline:
             error=error,
             before=before if result.changed else None,
             after=snapshot(gm) if snapshot and result.changed else None,
+            prologue=result.prologue,
+            prologue_text=snapshot(result.prologue.graph) if snapshot and result.prologue else None,
         )
 
 
@@ -152,20 +163,7 @@ def _toolkit_sources() -> tuple[Path, ...]:
 
 
 def _save(gm: fx.GraphModule) -> list[tuple[fx.GraphModule, fx.Graph]]:
-    return [(module, _copy_graph(module.graph)) for module in bodies.graph_modules(gm)]
-
-
-def _copy_graph(graph: fx.Graph) -> fx.Graph:
-    """A copy whose nodes have metadata dictionaries of their own, with the same values in them."""
-    copied = fx.Graph(tracer_cls=graph._tracer_cls)
-    mapping: dict[fx.Node, fx.Node] = {}
-    output = copied.graph_copy(graph, mapping)
-    old_output = graph.output_node()
-    copied.output(output, old_output.type).meta = copy.copy(old_output.meta)
-    copied._codegen = copy.copy(graph._codegen)
-    for node, copy_of_node in mapping.items():
-        compat.copy_node_attributes(node, copy_of_node)
-    return copied
+    return [(module, copy_graph(module.graph)[0]) for module in bodies.graph_modules(gm)]
 
 
 def _restore(gm: fx.GraphModule, saved: list[tuple[fx.GraphModule, fx.Graph]]) -> None:

@@ -11,6 +11,7 @@ _BUILT_IN = (
     "glue_compiler.passes.group_experts:GroupExperts",
     "glue_compiler.passes.specialize_attention:SpecializeAttention",
     "glue_compiler.passes.hoist_metadata:HoistMetadata",
+    "glue_compiler.passes.memoize_metadata:MemoizeMetadata",
 )
 
 

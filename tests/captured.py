@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from glue_compiler import registry
 from glue_compiler.backend import GlueBackend
 from glue_compiler.fx import bodies
 from glue_compiler.handoff import hand_off
@@ -44,7 +45,11 @@ class Run:
 def compile_with_glue(
     fn: Any, *, eager: bool = False, fullgraph: bool = True, dynamic: bool | None = None, **options: Any
 ) -> Run:
-    """``torch.compile(fn, backend="glue")`` through AOTAutograd (or ``eager``: the rewritten graph as it is)."""
+    """``torch.compile(fn, backend="glue")`` through AOTAutograd (or ``eager``: the rewritten graph as it is).
+
+    memoize_metadata, which takes from a graph what most tests look for in it, is off unless ``passes`` says otherwise;
+    when it splits a graph, ``graphs`` has the prologue and then the rest.
+    """
     run = Run(None, Session())
 
     def keep(gm, inputs, glue_options, uuid):
@@ -53,6 +58,8 @@ def compile_with_glue(
 
     backend = GlueBackend(hand_off=keep, session=run.session)
     options = {"compiler": "aot_eager", "strict": True, **options}
+    if "memoize_metadata" in registry.pass_names():
+        options["passes"] = {"memoize_metadata": False, **options.get("passes", {})}
     run.call = torch.compile(fn, backend=backend, fullgraph=fullgraph, dynamic=dynamic, options=options)
     return run
 

@@ -15,7 +15,14 @@ def clean_dynamo():
 @pytest.fixture(autouse=True)
 def no_glue_variables(monkeypatch):
     """What is set in the developer's shell must not decide a test."""
-    for name in ("GLUE_DUMP", "GLUE_DISABLE", "GLUE_STRICT", "GLUE_COMPILER", "GLUE_HOIST_LIMIT"):
+    for name in (
+        "GLUE_DUMP",
+        "GLUE_DISABLE",
+        "GLUE_STRICT",
+        "GLUE_COMPILER",
+        "GLUE_HOIST_LIMIT",
+        "GLUE_MEMOIZE_THRESHOLD",
+    ):
         monkeypatch.delenv(name, raising=False)
 
 

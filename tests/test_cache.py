@@ -43,7 +43,7 @@ def run(tmp_path_factory):
         assert result.returncode == 0, result.stderr
         return json.loads(result.stdout)
 
-    assert run()["fxgraph_cache_miss"] == 2  # forward and backward: fills the cache
+    assert run()["fxgraph_cache_miss"] == 3  # batch prologue, forward and backward: fills the cache
     return run
 
 
@@ -52,21 +52,23 @@ def hits(counters):
 
 
 def test_a_second_process_hits(run):
-    assert hits(run()) == (1, 0)
+    assert hits(run()) == (2, 0)
 
 
 def test_an_option_of_a_pass_misses(run):
-    assert hits(run({"hoist_limit": 5})) == (0, 2)
+    assert hits(run({"hoist_limit": 5})) == (0, 3)
+    assert hits(run({"memoize_threshold": 5})) == (0, 3)
 
 
 def test_a_pass_switched_off_misses(run):
-    assert hits(run({"passes": {"hoist_metadata": False}})) == (0, 2)
+    assert hits(run({"passes": {"hoist_metadata": False}})) == (0, 3)
+    assert hits(run({"passes": {"memoize_metadata": False}})) == (0, 2)
 
 
 @pytest.mark.parametrize("source", ["rewrite.py", "__init__.py", "../../glue_compiler/fx/effects.py"])
 def test_a_changed_source_misses(run, source):
-    assert hits(run(touched=(Path(hoist_metadata.__file__).parent / source).resolve())) == (0, 2)
+    assert hits(run(touched=(Path(hoist_metadata.__file__).parent / source).resolve())) == (0, 3)
 
 
 def test_what_no_pass_reads_hits(run, tmp_path):
-    assert hits(run({"dump": str(tmp_path)})) == (1, 0)
+    assert hits(run({"dump": str(tmp_path)})) == (2, 0)

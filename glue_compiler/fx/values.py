@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -59,6 +60,13 @@ def storages_of(value: Any) -> set[StorageKey]:
 
 def requires_grad(value: Any) -> bool:
     return any(tensor.requires_grad for tensor in tensors_in(value))
+
+
+def producer_of(node: fx.Node) -> fx.Node:
+    """The operator behind an item of a tuple."""
+    while node.target is operator.getitem and isinstance(value_of(node.args[0]), tuple | list):  # type: ignore[arg-type]
+        node = node.args[0]  # type: ignore[assignment]
+    return node
 
 
 def expression(value: Any) -> Any:

@@ -81,7 +81,9 @@ def _lines(explanation: Explanation) -> list[str]:
             done = ", ".join(f"{name} {count}" for name, count in p.counts.items()) or "nothing to do"
             lines.append(f"  {p.name}: {p.error or done} ({p.milliseconds:.0f} ms)")
             lines += [f"    left alone: {skip.node}: {skip.reason}{_at(skip.source)}" for skip in p.skips]
-        lines += [f"  host sync that remains: {sync.target}{_at(sync.source)}" for sync in graph.host_syncs]
+        for sync in graph.host_syncs:
+            when = "once per batch" if sync.once_per_batch else "that remains"
+            lines.append(f"  host sync {when}: {sync.target}{_at(sync.source)}")
         if graph.graph_break:
             reason, source = graph.graph_break
             lines.append(f"  ends at a graph break: {reason.splitlines()[0]}{_at(source)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import threading
@@ -23,11 +24,12 @@ from glue_compiler.report.dump import render_graph
 
 @dataclass(frozen=True)
 class HostSync:
-    """A node that waits for the device. ``source`` is the user's line."""
+    """A node that waits for the device. ``source`` is the user's line; in a prologue it runs ``once_per_batch``."""
 
     node: str
     target: str
     source: str
+    once_per_batch: bool = False
 
 
 @dataclass
@@ -67,9 +69,8 @@ class GraphReport:
         """Write to torch's structured trace."""
         compat.trace_artifact("glue_passes", lambda: json.dumps(self.as_json()), encoding="json")
         for p in self.passes:
-            for moment, text in (("before", p.before), ("after", p.after)):
-                if text is not None:
-                    compat.trace_artifact(f"glue_{p.name}_{moment}", text.__str__)
+            for moment, text in p.texts().items():
+                compat.trace_artifact(f"glue_{p.name}_{moment}", text.__str__)
 
 
 def _pass_as_json(report: PassReport) -> dict[str, Any]:
@@ -115,6 +116,10 @@ class Session:
     def add_graph(self, report: GraphReport, gm: fx.GraphModule) -> None:
         """``gm`` is the graph after all passes."""
         report.host_syncs = host_syncs_in(gm)
+        for p in report.passes:
+            if p.prologue is not None:
+                moved = host_syncs_in(p.prologue.graph)
+                report.host_syncs += [dataclasses.replace(sync, once_per_batch=True) for sync in moved]
         with self._lock:
             report.id = len(self.graphs)
             self.graphs.append(report)
@@ -139,8 +144,8 @@ class Session:
     def _write_graphs(self, folder: Path, report: GraphReport, gm: fx.GraphModule) -> None:
         changed = [p for p in report.passes if p.changed]
         for number, p in enumerate(changed, start=1):
-            for moment, text in (("before", p.before), ("after", p.after)):
-                self._write(folder, f"graph_{report.id:03d}/{number:02d}_{p.name}.{moment}.py", text or "")
+            for moment, text in p.texts().items():
+                self._write(folder, f"graph_{report.id:03d}/{number:02d}_{p.name}.{moment}.py", text)
         if not changed:
             self._write(folder, f"graph_{report.id:03d}/00_unchanged.py", render_graph(gm))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +13,7 @@ from glue_compiler.fx.value_numbering import Number, Numbering, Occurrence, Scop
 from glue_compiler.fx.values import (
     is_plain,
     most_bytes,
+    producer_of,
     requires_grad,
     source_line,
     storages_of,
@@ -90,6 +90,7 @@ class _Planner:
                 self.inner[number] = inner
         self.liftable: dict[Number, bool] = {}
         self.replaced: dict[Number, bool] = {}
+        self.operands: set[Number] = set()
         self.lifted: set[Number] = set()
         self.new_nodes: dict[Number, fx.Node] = {}
         self.skips_of_size: dict[Number, Skip] = {}
@@ -108,6 +109,7 @@ class _Planner:
 
     def _choose_lifts(self, in_order: list[Number]) -> None:
         forbidden: set[Number] = set()
+        self.operands.clear()
         while True:
             self.lifted.clear()
             self.skips_of_size.clear()
@@ -115,12 +117,15 @@ class _Planner:
                 self.liftable[number] = number not in forbidden and self._may_lift(number)
             for number in reversed(in_order):
                 self._decide(number)
-            # A value that only one body computes, and goes on using, would be computed twice for one lifted user.
+            # A value that only one body computes, and goes on using, would be computed twice for one lifted user. It
+            # becomes an operand, if it may be kept.
             twice = {n for n in self.lifted if not self.replaced[n] and not self._is_cheap(n) and self._places(n) < 2}
             if not twice:
                 self.plan.skips.extend(self.skips_of_size.values())
                 return
-            forbidden |= twice
+            small = {n for n in twice if self._may_be_kept(n)}
+            self.operands |= small
+            forbidden |= twice - small
 
     # -- may it be merged or moved at all
 
@@ -145,7 +150,7 @@ class _Planner:
 
     def _own_storages(self, node: fx.Node) -> set[int]:
         """Memory that the node allocates; an item of a tuple counts as the operator that made the tuple."""
-        producer = _producer(node)
+        producer = producer_of(node)
         return storages_of(value_of(node)) - storages_of([value_of(arg) for arg in producer.all_input_nodes])
 
     def _may_lift(self, number: Number) -> bool:
@@ -188,7 +193,7 @@ class _Planner:
         elif len(moved_users) == len(users):
             self.replaced[number] = bool(users)
         else:
-            self.replaced[number] = self._pays(number)
+            self.replaced[number] = number in self.operands or self._pays(number)
         if self.replaced[number] or moved_users:
             self.lifted.add(number)
 
@@ -197,7 +202,7 @@ class _Planner:
 
     def _saves_sync(self, number: Number) -> bool:
         """Is it read back from the device, or a host number that comes from such a value, or a check of one?"""
-        node = _producer(self.inner[number][0].node)
+        node = producer_of(self.inner[number][0].node)
         if self.numbering.effects[node].syncs:
             return True
         if self._kind(number) is Kind.ASSERT:
@@ -212,6 +217,11 @@ class _Planner:
     def _places(self, number: Number) -> int:
         """In how many graphs the value is computed: the caller's, and the bodies."""
         return len({o.scope for o in self.inner[number]}) + (number in self.outer)
+
+    def _may_be_kept(self, number: Number) -> bool:
+        value = value_of(self.inner[number][0].node)
+        size = most_bytes(value, self.shape_env) if isinstance(value, torch.Tensor) else None
+        return size is not None and size <= self.byte_limit
 
     def _pays(self, number: Number) -> bool:
         node = self.inner[number][0].node
@@ -279,10 +289,3 @@ class _Planner:
 
     def _skip(self, node: fx.Node, reason: str) -> None:
         self.plan.skips.append(Skip(reason, node.name, source_line(node)))
-
-
-def _producer(node: fx.Node) -> fx.Node:
-    """The operator behind an item of a tuple."""
-    while node.target is operator.getitem and isinstance(value_of(node.args[0]), tuple | list):  # type: ignore[arg-type]
-        node = node.args[0]  # type: ignore[assignment]
-    return node

@@ -1,6 +1,7 @@
 """hoist_metadata and checkpoint bodies: what leaves them, and what must stay inside."""
 
 import functools
+import operator
 
 import pytest
 import torch
@@ -164,8 +165,9 @@ def test_more_bytes_than_the_limit_stay_inside_and_the_reason_is_recorded():
         torch._dynamo.reset()
 
 
-def test_a_large_chain_is_not_computed_twice_for_one_sync():
-    """The only body goes on using the product itself, so lifting the sync would compute it once more."""
+@pytest.mark.parametrize(("limit", "outside"), [("1KiB", 1), (0, 0)])
+def test_a_chain_is_not_computed_twice_for_one_sync(limit, outside):
+    """The only body goes on using the product itself: it is an operand, or too large for one, and then all stays."""
 
     def layer(x, table):
         product = table @ table
@@ -174,10 +176,12 @@ def test_a_large_chain_is_not_computed_twice_for_one_sync():
     def model(x, table):
         return checkpoint(layer, x, table, use_reentrant=False)
 
-    run = compile_with_glue(model)
+    run = compile_with_glue(model, hoist_limit=limit)
     x, table = torch.randn(4, 4, dtype=torch.float64, requires_grad=True), torch.randn(4, 4, dtype=torch.float64)
     assert_same_bits(lambda x: model(x, table), lambda x: run.call(x, table), [x])
-    assert outer_count(run.graph, torch.nonzero) == 0
+    assert outer_count(run.graph, torch.nonzero) == outside
+    assert outer_count(run.graph, operator.matmul) == outside
+    assert count(run.graph, operator.matmul) == 1
 
 
 def test_what_a_body_writes_before_reading_stays_inside():

@@ -1,0 +1,24 @@
+"""What a call of a compiled graph runs in: modes, transforms, streams."""
+
+from __future__ import annotations
+
+import torch
+
+
+def in_dispatch_mode() -> bool:
+    """Is a ``TorchDispatchMode`` (selective checkpointing, fake tensors, tracing) active in this thread?"""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
+def is_functorch_wrapped(tensor: torch.Tensor) -> bool:
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def stream_id(device: torch.device) -> int:
+    """The current stream of a CUDA device in this thread, as a number that tells streams of one device apart."""
+    return torch._C._cuda_getCurrentRawStream(device.index)
+
+
+def is_capturing() -> bool:
+    """Is the current stream being captured into a CUDA graph?"""
+    return torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,211 @@
+"""What is split off a graph, and what must stay in it."""
+
+import pytest
+import torch
+
+from tests.captured import assert_same_bits, compile_with_glue, count
+from tests.passes.hoist_metadata.test_one_graph import packed_layer, positions_of
+
+
+def compile_split(fn, **options):
+    return compile_with_glue(fn, passes={"memoize_metadata": True}, **options)
+
+
+def layer(x, positions, weight):
+    return packed_layer(x, positions, weight)
+
+
+def inputs(tokens=12):
+    return [torch.randn(tokens, 4, dtype=torch.float64, requires_grad=True), torch.randn(4, 4, dtype=torch.float64)]
+
+
+def memo_report(run):
+    (report,) = run.session.graphs
+    return report.passes[-1]
+
+
+def assert_stays(run, reason):
+    assert len(run.graphs) == 1
+    assert not memo_report(run).changed
+    assert any(reason in text for text in run.skip_reasons), run.skip_reasons
+
+
+def test_syncs_move_and_the_rest_takes_host_numbers():
+    run, positions = compile_split(layer), positions_of(5, 1, 6)
+    assert_same_bits(lambda *a: layer(a[0], positions, a[1]), lambda *a: run.call(a[0], positions, a[1]), inputs())
+    prologue, rest = run.graphs
+    for gm, times in ((prologue, 1), (rest, 0)):
+        assert count(gm, torch.nonzero) == times
+        assert count(gm, "item") == times
+    assert count(rest, torch.ops.aten._assert_scalar.default) == 0
+    assert memo_report(run).counts["syncs_memoized"] == 2
+    assert all(isinstance(r, torch.SymInt | torch.Tensor) for r in memo_report(run).prologue.results)
+
+
+@pytest.mark.parametrize("lengths", [(12,), (1,) * 12, (1, 11), (3, 4, 5)])
+def test_no_recompile_for_other_documents(lengths):
+    run = compile_split(layer)
+    x, weight = inputs()
+    run.call(x, positions_of(6, 6), weight)
+    positions = positions_of(*lengths)
+    assert_same_bits(lambda *a: layer(a[0], positions, a[1]), lambda *a: run.call(a[0], positions, a[1]), [x, weight])
+    assert len(run.session.graphs) == 1
+
+
+def test_other_lengths_of_the_row_recompile_once():
+    run = compile_split(layer)
+    for tokens in (12, 20, 7, 33):
+        (x, weight), positions = inputs(tokens), positions_of(tokens - 3, 3)
+        torch.testing.assert_close(run.call(x, positions, weight), layer(x, positions, weight), rtol=0, atol=0)
+    assert len(run.session.graphs) == 2
+
+
+def test_a_float_input_stays():
+    def fn(x):
+        return x / torch.nonzero(x > 0).shape[0]
+
+    run, x = compile_split(fn), torch.randn(8, dtype=torch.float64)
+    assert torch.equal(run.call(x), fn(x))
+    assert_stays(run, "floating-point input")
+
+
+def test_an_input_that_the_graph_writes_stays():
+    def fn(x, positions):
+        positions.add_(1)
+        return x / torch.nonzero(positions).shape[0]
+
+    run, x = compile_split(fn), torch.randn(4, dtype=torch.float64)
+    for _ in range(2):
+        assert torch.equal(run.call(x, torch.arange(4) - 1), fn(x, torch.arange(4) - 1))
+    assert_stays(run, "written")
+
+
+def test_an_input_written_after_it_was_read_stays():
+    def fn(x, positions):
+        found = torch.nonzero(positions).shape[0]
+        positions.zero_()
+        return x / found
+
+    run, x = compile_split(fn), torch.randn(4, dtype=torch.float64)
+    assert torch.equal(run.call(x, torch.arange(4)), fn(x, torch.arange(4)))
+    assert_stays(run, "written in the graph")
+
+
+def test_a_result_that_the_graph_writes_stays():
+    def fn(x, positions):
+        found = torch.nonzero(positions).flatten()
+        found.add_(1)
+        return x * found.sum()
+
+    run, x, positions = compile_split(fn), torch.randn(4, dtype=torch.float64), torch.arange(4)
+    for _ in range(2):
+        assert torch.equal(run.call(x, positions), fn(x, positions))
+    assert_stays(run, "written in the graph")
+
+
+def test_a_read_behind_an_operator_that_may_write_anything_stays():
+    @torch._dynamo.allow_in_graph
+    def unknown(x):
+        return x + 1
+
+    def fn(x, positions):
+        y = unknown(x)
+        return y / torch.nonzero(positions).shape[0]
+
+    run, x, positions = compile_split(fn), torch.randn(4, dtype=torch.float64), torch.arange(4)
+    assert torch.equal(run.call(x, positions), fn(x, positions))
+    assert_stays(run, "not understood")
+
+
+def test_random_numbers_stay():
+    def fn(x, positions):
+        noise = torch.randint_like(positions, 2)
+        return x / (1 + torch.nonzero(noise).shape[0])
+
+    run = compile_split(fn)
+    run.call(torch.randn(4), torch.arange(4))
+    assert_stays(run, "not a pure operator")
+
+
+def test_inside_of_autocast_it_stays():
+    def fn(x, positions):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return x / torch.nonzero(positions).shape[0]
+
+    run, x = compile_split(fn), torch.randn(4)
+    assert torch.equal(run.call(x, torch.arange(4)), fn(x, torch.arange(4)))
+    assert_stays(run, "autocast")
+
+
+def test_without_a_tensor_nothing_would_end_the_batch():
+    def fn(x):
+        return x + torch.nonzero(torch.ones(x.shape[0])).sum()
+
+    run, x = compile_split(fn), torch.randn(4)
+    assert torch.equal(run.call(x), fn(x))
+    assert_stays(run, "no tensor input")
+
+
+def same_document(x, positions):
+    document = (positions == 0).cumsum(0)
+    return x.masked_fill(document[:, None] != document, 0.0)
+
+
+def test_a_large_mask_moves_without_a_sync_and_a_small_one_stays():
+    x, positions = torch.randn(64, 64, dtype=torch.float64), positions_of(40, 24)
+    for threshold, parts in ((64 * 64, 2), (64 * 64 + 1, 1)):
+        torch._dynamo.reset()
+        run = compile_split(same_document, memoize_threshold=threshold)
+        assert torch.equal(run.call(x, positions), same_document(x, positions))
+        assert len(run.graphs) == parts
+
+
+def test_what_the_graph_returns_is_the_callers_own():
+    def fn(x, positions):
+        starts = torch.nonzero(positions == 0)
+        return x * starts.shape[0], starts.flatten(), starts
+
+    run, x, positions = compile_split(fn), torch.randn(4), positions_of(3, 1)
+    expected = fn(x, positions)
+    for _ in range(3):
+        got = run.call(x, positions)
+        for a, b in zip(got, expected, strict=True):
+            assert torch.equal(a, b)
+        assert got[1].data_ptr() == got[2].data_ptr()  # as in eager
+        got[1].fill_(-1)
+    assert len(run.graphs) == 2
+
+
+def test_views_are_taken_again_in_the_rest():
+    """A view of an input as a result would keep the batch alive for ever."""
+
+    def fn(x, positions):
+        rows = positions.view(2, -1)
+        return (x * rows.t()[:, 0]).sum() / torch.nonzero(rows).shape[0]
+
+    run, x, positions = compile_split(fn), torch.randn(6, dtype=torch.float64), torch.arange(12)
+    assert torch.equal(run.call(x, positions), fn(x, positions))
+    assert [type(r) for r in memo_report(run).prologue.results] == [torch.SymInt]
+
+
+def test_a_tuple_is_handed_over_by_its_items():
+    def fn(x, flags):
+        return x[torch.where(flags)]
+
+    run, x, some = compile_split(fn), torch.randn(3, 4), torch.rand(3, 4) > 0.5
+    for flags in (some, ~some, torch.zeros_like(some)):
+        assert torch.equal(run.call(x, flags), fn(x, flags))
+
+
+def test_a_failing_check_raises_each_time():
+    def fn(x, positions):
+        longest = positions.max().item()
+        torch._check(longest < 10)
+        return x * longest
+
+    run, x = compile_split(fn), torch.randn(4)
+    assert torch.equal(run.call(x, torch.arange(4)), fn(x, torch.arange(4)))
+    assert count(run.graphs[1], torch.ops.aten._assert_scalar.default) == 0
+    for _ in range(2):
+        with pytest.raises(RuntimeError):
+            run.call(x, torch.arange(20))
