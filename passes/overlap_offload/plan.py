@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, zip_longest
 from typing import Literal
 
 from glue_compiler.passes.overlap_offload.simulator import Event, Link, Region, Timeline, simulate
@@ -65,7 +65,7 @@ def plan_offload(
     """
     if len({region.index for region in regions}) < len(regions):
         raise ValueError("two regions have the same index")
-    movable = [region for region in regions[:-1] if region.nbytes]
+    movable: Sequence[Region] = [region for region in regions[:-1] if region.nbytes]
     if policy == "all":
         moved, reason = movable, "every region's input but the last, which backward needs at once"
         if not movable:
@@ -96,8 +96,8 @@ def worst_peak(regions: Sequence[Region], moved: Collection[int], *, buffers: in
         raise ValueError(f"a schedule needs at least one buffer, not {buffers}")
     alive = peak = regions[0].nbytes if regions else 0
     in_flight: deque[int] = deque()
-    for region, produced in zip(regions, [*(region.nbytes for region in regions[1:]), 0], strict=True):
-        alive += produced
+    for region, following in zip_longest(regions, regions[1:]):
+        alive += following.nbytes if following else 0
         peak = max(peak, alive)
         if region.index in moved:
             in_flight.append(region.nbytes)

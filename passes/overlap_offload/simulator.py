@@ -9,8 +9,9 @@ gives the same times as a queue of events would.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Literal
 
 Schedule = Literal["none", "serial", "overlapped"]
@@ -129,29 +130,31 @@ def simulate(
 def memory_over_time(
     events: Iterable[Event], regions: Sequence[Region], moved: Collection[int], base_bytes: int = 0
 ) -> tuple[tuple[float, int], ...]:
-    """``(second, bytes on the device from then on)``, the first at 0, with ``events`` of one simulated step.
+    """``(second, bytes on the device from then on)`` for every change, with ``events`` of one simulated step.
 
     A saved input is there from the end of the forward before it to the end of its own backward; a moved one is not
-    between the end of its copy and the start of its reload.
+    between the end of its copy and the start of its reload. Changes of one second are in the order of their causes.
     """
-    times = {(event.kind, event.region): event for event in events}
-    changes: list[tuple[float, int]] = []
-    produced = 0.0
+    events = tuple(events)
+    # What comes and goes with an event is ordered by the event's place, so that work of no time counts too.
+    place = {(event.kind, event.region): (number, event) for number, event in enumerate(events)}
+    changes: list[tuple[float, int, int]] = []
+    produced = (0.0, -1)
     for region in regions:
-        forward, backward = times["forward", region.index], times["backward", region.index]
-        alive = [(produced, backward.end)]
+        number, backward = place["backward", region.index]
+        changes += [(*produced, region.nbytes), (backward.end, number, -region.nbytes)]
         if region.index in moved:
-            offload, reload = times["offload", region.index], times["reload", region.index]
-            alive = [(produced, offload.end), (reload.start, backward.end)]
-        for start, end in alive:
-            changes += [(start, region.nbytes), (end, -region.nbytes)]
-        produced = forward.end
-    held, steps = base_bytes, {0.0: base_bytes}
-    # What ends makes room for what starts at the same moment: the copy waited for that.
-    for second, change in sorted(changes):
+            number, offload = place["offload", region.index]
+            changes.append((offload.end, number, -region.nbytes))
+            number, reload = place["reload", region.index]
+            changes.append((reload.start, number, region.nbytes))
+        number, forward = place["forward", region.index]
+        produced = (forward.end, number)
+    held, steps = base_bytes, [(0.0, base_bytes)]
+    for second, _, change in sorted(changes):
         held += change
-        steps[second] = held
-    return tuple(steps.items())
+        steps.append((second, held))
+    return tuple(steps)
 
 
 class _Run:
@@ -213,21 +216,16 @@ def _run_overlapped(run: _Run, regions: Sequence[Region], moved: frozenset[int],
                 run.wait(in_flight.popleft())
             in_flight.append(run.offload(region))
     reloads: dict[int, Event] = {}
-    for region, following in _pairs(regions):
+    backward = regions[::-1]
+    for region, following in zip_longest(backward, backward[1:]):
         if region.index in moved:
             if region.index not in reloads:
                 reloads[region.index] = run.reload(region)
             run.wait(reloads[region.index])
         alive = 1 if region.index in moved else 0
-        if following is not None and following.index in moved and alive < buffers:
+        if following and following.index in moved and alive < buffers:
             reloads[following.index] = run.reload(following)
         run.backward(region)
-
-
-def _pairs(regions: Sequence[Region]) -> Iterator[tuple[Region, Region | None]]:
-    """Each region in the order of backward, with the one whose backward follows."""
-    backward = list(reversed(regions))
-    yield from zip(backward, [*backward[1:], None], strict=True)
 
 
 def _overlap(events: Iterable[Event]) -> float:
