@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Engine = Literal["compute", "device_to_host", "host_to_device"]
+Interval = tuple[float, float]
 
 COPIES: dict[str, Engine] = {"Memcpy DtoH": "device_to_host", "Memcpy HtoD": "host_to_device"}
 
@@ -43,36 +44,33 @@ def read_step(
     Raises:
         ValueError: the trace has no work on a device.
     """
-    kernels: list[tuple[float, float]] = []
-    copies: list[tuple[float, float, Engine]] = []
+    kernels: list[Interval] = []
+    copies: dict[Engine, list[Interval]] = {engine: [] for engine in COPIES.values()}
     for event in trace_events:
         if event.get("ph") != "X" or event.get("cat") not in ("kernel", "gpu_memcpy", "gpu_memset"):
             continue
-        start, end = event["ts"] * 1e-6, (event["ts"] + event["dur"]) * 1e-6
-        engine = next((name for prefix, name in COPIES.items() if event["name"].startswith(prefix)), None)
+        interval = event["ts"] * 1e-6, (event["ts"] + event["dur"]) * 1e-6
+        engine = next((engine for prefix, engine in COPIES.items() if event["name"].startswith(prefix)), None)
         if engine is None:
-            kernels.append((start, end))
+            kernels.append(interval)
         elif event.get("args", {}).get("bytes", 0) >= smallest_copy:
-            copies.append((start, end, engine))
-    if not kernels and not copies:
+            copies[engine].append(interval)
+    copied = [interval for intervals in copies.values() for interval in intervals]
+    if not kernels and not copied:
         raise ValueError("the trace has no kernels and no copies on a device")
-    begin = min(start for start, *_ in [*kernels, *copies])
-    finish = max(one[1] for one in [*kernels, *copies])
-    busy = _joined(kernels, 0.0)
+    begin, finish = min(start for start, _ in kernels + copied), max(end for _, end in kernels + copied)
     spans = [MeasuredSpan("compute", start - begin, end - begin) for start, end in _joined(kernels, joined_gap)]
-    for engine in COPIES.values():
-        of_engine = sorted(copy for copy in copies if copy[2] == engine)
-        spans += [
-            MeasuredSpan(engine, start - begin, end - begin, number) for number, (start, end, _) in enumerate(of_engine)
-        ]
-    total = sum(end - start for start, end, _ in copies)
-    hidden = sum(max(0.0, min(end, last) - max(start, first)) for start, end, _ in copies for first, last in busy)
+    for engine, intervals in copies.items():
+        for number, (start, end) in enumerate(sorted(intervals)):
+            spans.append(MeasuredSpan(engine, start - begin, end - begin, number))
+    busy, total = _joined(kernels, 0.0), sum(end - start for start, end in copied)
+    hidden = sum(max(0.0, min(end, last) - max(start, first)) for start, end in copied for first, last in busy)
     return MeasuredStep(tuple(spans), finish - begin, hidden / total if total else 1.0)
 
 
-def _joined(intervals: Iterable[tuple[float, float]], gap: float) -> list[tuple[float, float]]:
+def _joined(intervals: Iterable[Interval], gap: float) -> list[Interval]:
     """The intervals' union, where those at most ``gap`` apart become one."""
-    joined: list[tuple[float, float]] = []
+    joined: list[Interval] = []
     for start, end in sorted(intervals):
         if joined and start - joined[-1][1] <= gap:
             joined[-1] = (joined[-1][0], max(joined[-1][1], end))
