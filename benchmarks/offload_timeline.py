@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -126,14 +126,23 @@ def predictions(plan: OffloadPlan, regions: Sequence[Region], link: Link, base: 
     return panels
 
 
-def record_step(sizes: Decoder, options: dict[str, Any], warm_up: int = 4) -> tuple[list[dict[str, Any]], int]:
-    """Trace events of one compiled training step on the current GPU, and the most bytes allocated in it.
+def training_step(sizes: Decoder, options: dict[str, Any], device: str) -> Callable[[], None]:
+    """One compiled forward and backward of transformers' Qwen3 without its output layer, every layer checkpointed.
 
-    The model is transformers' Qwen3 without its output layer, random bf16 weights, every layer checkpointed.
+    The weights are random and bf16; the gradient of the embedded input is always computed, as with LoRA.
     """
     import torch
-    from transformers import Qwen3Config, Qwen3Model
+    from torch import Tensor, nn
+    from transformers import AttentionInterface, Qwen3Config, Qwen3Model
 
+    def causal(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, **options: Any
+    ) -> tuple[Tensor, None]:
+        out = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        return out.transpose(1, 2), None
+
+    # A name that transformers has no mask for: with its own it builds a dense one while it is traced.
+    AttentionInterface.register("causal_without_mask", causal)
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=256,
@@ -144,10 +153,11 @@ def record_step(sizes: Decoder, options: dict[str, Any], warm_up: int = 4) -> tu
         num_key_value_heads=sizes.key_value_heads,
         head_dim=sizes.head_size,
         max_position_embeddings=sizes.length,
+        attn_implementation="causal_without_mask",
         use_cache=False,
     )
-    with torch.device("cuda"):
-        model = Qwen3Model._from_config(config, dtype=torch.bfloat16)
+    with torch.device(device):
+        model = Qwen3Model(config).to(torch.bfloat16)
         shape = (sizes.batch, sizes.length, sizes.hidden)
         embeddings = torch.randn(shape, dtype=torch.bfloat16, requires_grad=True)
         target = torch.randn(shape, dtype=torch.bfloat16)
@@ -160,16 +170,25 @@ def record_step(sizes: Decoder, options: dict[str, Any], warm_up: int = 4) -> tu
         (compiled(inputs_embeds=embeddings).last_hidden_state * target).sum().backward()
         embeddings.grad = None
         model.zero_grad()
-        torch.cuda.synchronize()
+
+    return step
+
+
+def record_step(step: Callable[[], None], warm_up: int = 4) -> tuple[list[dict[str, Any]], int]:
+    """Trace events of one ``step`` on the current GPU, and the most bytes allocated in the one before it."""
+    import torch
 
     for _ in range(warm_up):
         step()
+    torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     step()
+    torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated()
     activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities) as profile:
         step()
+        torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profile.export_chrome_trace(str(path))
@@ -224,7 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         panels.append(measured_panel("Measured", read_step(json.loads(given.trace.read_text())["traceEvents"])))
     if given.measure:
         options = {"offload": "checkpoints"} if given.budget is None else {"memory_budget": f"{given.budget}GiB"}
-        trace, peak = record_step(sizes, options)
+        trace, peak = record_step(training_step(sizes, options, "cuda"))
         panels.append(measured_panel("Measured", read_step(trace), peak))
     weights = "frozen" if sizes.frozen else "trained"
     title = f"Checkpoint offload: {sizes.layers} layers of {sizes.hidden}, {sizes.batch} by {sizes.length} tokens"

@@ -23,7 +23,7 @@ class OffloadPlan:
     Attributes:
         moved: indices of the regions whose saved input goes to the host, in the order of the forward.
         buffers: the most copies in flight, and the most reloaded inputs alive.
-        predicted: the overlapped schedule of this plan, simulated; None where no link is known.
+        predicted: the overlapped schedule of this plan, simulated; None where no link or no times are known.
         reason: why these, for people.
         peak_bytes: the most bytes on the device, ``base_bytes`` included, however long copies and compute take.
     """
@@ -54,7 +54,7 @@ def plan_offload(
     by how much that is over.
 
     Args:
-        regions: in the order of the forward.
+        regions: in the order of the forward. Their seconds are for the prediction alone, and may all be 0: not known.
         link: for the prediction alone; None when it is not known.
         base_bytes: everything on the device but the saved inputs, when most of it is there.
         budget: bytes, for the policy "budget".
@@ -76,7 +76,7 @@ def plan_offload(
         moved, reason = _within_budget(regions, movable, budget - base_bytes, buffers)
     indices = tuple(region.index for region in moved)
     predicted = None
-    if link is not None:
+    if link is not None and any(region.forward_seconds + region.backward_seconds for region in regions):
         predicted = simulate(regions, link, indices, "overlapped", buffers=buffers, base_bytes=base_bytes)
     peak = worst_peak(regions, indices, buffers=buffers, base_bytes=base_bytes)
     return OffloadPlan(moved=indices, buffers=buffers, predicted=predicted, reason=reason, peak_bytes=peak)

@@ -4,7 +4,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks.offload_timeline import Decoder, main, measured_panel
+from benchmarks.offload_timeline import Decoder, main, measured_panel, record_step, training_step
 from benchmarks.profiler_trace import MeasuredSpan, read_step
 from benchmarks.timeline_svg import Panel, Span, draw
 
@@ -132,3 +132,23 @@ def test_a_recorded_trace_is_drawn_too(tmp_path, capsys):
     trace.write_text('{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "k", "ts": 0, "dur": 2000}]}')
     main(["--layers", "2", "--trace", str(trace), "--output", str(tmp_path / "timeline.svg")])
     assert "Measured: step 2.0 ms" in capsys.readouterr().out
+
+
+TINY = Decoder(
+    hidden=64, intermediate=128, layers=2, heads=2, key_value_heads=1, head_size=32, batch=1, length=16, frozen=True
+)
+
+
+def test_the_recorded_step_is_a_forward_and_backward_of_checkpointed_layers():
+    pytest.importorskip("transformers")
+    training_step(TINY, {"compiler": "aot_eager"}, "cpu")()
+
+
+@pytest.mark.gpu
+def test_a_compiled_step_is_recorded():
+    pytest.importorskip("transformers")
+    trace, peak = record_step(training_step(TINY, {}, "cuda"))
+    step = read_step(trace)
+    assert {span.engine for span in step.spans} == {"compute"}
+    assert step.step_seconds > 0
+    assert peak > 0
