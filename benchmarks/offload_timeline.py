@@ -247,7 +247,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         panels.append(measured_panel("Measured", read_step(trace), peak))
     weights = "frozen" if sizes.frozen else "trained"
     title = f"Checkpoint offload: {sizes.layers} layers of {sizes.hidden}, {sizes.batch} by {sizes.length} tokens"
-    subtitle = f"{given.teraflops:g} TFLOP/s, {given.link:g} GB/s each way, {weights} weights; colours are regions"
+    rates = f"{given.teraflops:g} TFLOP/s, {given.link:g} GB/s each way, {weights} weights"
+    subtitle = f"{rates}. F: forward, B: backward with recomputation, dashed: compute waits."
     given.output.write_text(draw(title, subtitle, panels), encoding="utf-8")
     for panel in panels:
         print(panel.title)

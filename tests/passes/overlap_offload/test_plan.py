@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from glue_compiler.passes.overlap_offload.plan import EXACT_REGIONS, plan_offload, worst_peak
 from glue_compiler.passes.overlap_offload.simulator import Link, Region, simulate
-from tests.passes.overlap_offload.schedules import BUFFERS, LINKS, SECONDS, regions
+from tests.passes.overlap_offload.schedules import BUFFERS, LINKS, SECONDS, any_time, regions
 
 LINK = Link(host_to_device=2.0, device_to_host=1.0, latency=0.0)
 EIGHT = [Region(index, 10, 1.0, 2.0) for index in range(8)]
@@ -109,6 +109,7 @@ def test_two_regions_of_one_index_are_refused():
         plan_offload([EIGHT[0], EIGHT[0]], None, policy="all")
 
 
+@any_time
 @given(regions(max_size=8), BUFFERS, st.data())
 def test_no_choice_that_fits_moves_fewer_bytes(some, buffers, data):
     def nbytes(moved):
@@ -125,6 +126,7 @@ def test_no_choice_that_fits_moves_fewer_bytes(some, buffers, data):
     assert ("cannot fit" in plan.reason) == (lowest > budget)
 
 
+@any_time
 @given(regions(max_size=24, sizes=st.integers(1, 1000)).filter(lambda some: len(some) > EXACT_REGIONS + 1), st.data())
 def test_of_many_regions_none_of_the_chosen_can_be_left_out(some, data):
     lowest, unmoved = worst_peak(some, range(len(some) - 1)), worst_peak(some, ())
@@ -135,6 +137,7 @@ def test_of_many_regions_none_of_the_chosen_can_be_left_out(some, data):
         assert worst_peak(some, set(plan.moved) - {left_out}) > budget
 
 
+@any_time
 @given(regions(), LINKS, LINKS, BUFFERS, st.integers(0, 8000), st.data())
 def test_memory_is_never_above_the_plan_however_wrong_its_times_were(some, link, true_link, buffers, budget, data):
     plan = plan_offload(some, link, policy="budget", budget=budget, buffers=buffers, base_bytes=5)
@@ -147,6 +150,7 @@ def test_memory_is_never_above_the_plan_however_wrong_its_times_were(some, link,
     assert plan.predicted is None or plan.predicted.peak_bytes <= plan.peak_bytes
 
 
+@any_time
 @given(regions(), BUFFERS, st.data())
 def test_moving_one_more_region_never_raises_the_worst_peak(some, buffers, data):
     indices = [region.index for region in some]

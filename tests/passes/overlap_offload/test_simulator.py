@@ -7,7 +7,7 @@ from hypothesis import given
 
 from glue_compiler.passes.overlap_offload.plan import worst_peak
 from glue_compiler.passes.overlap_offload.simulator import Link, Region, memory_over_time, simulate
-from tests.passes.overlap_offload.schedules import BUFFERS, LINKS, by_region, issued, most_at_once, steps
+from tests.passes.overlap_offload.schedules import BUFFERS, LINKS, any_time, by_region, issued, most_at_once, steps
 
 # Three regions of 4 bytes: 2 s forward, 3 s backward; a copy out takes 4 s, a copy back 2 s.
 THREE = [Region(index, 4, 2.0, 3.0) for index in range(3)]
@@ -131,6 +131,7 @@ def test_impossible_sizes_and_speeds_are_refused(make):
 # -- for every step
 
 
+@any_time
 @given(steps(), LINKS, BUFFERS)
 def test_no_input_is_read_before_it_arrives(step, link, buffers):
     regions, moved = step
@@ -144,6 +145,7 @@ def test_no_input_is_read_before_it_arrives(step, link, buffers):
             assert reload[region].end <= backward[region].start
 
 
+@any_time
 @given(steps(), LINKS, BUFFERS)
 def test_never_more_copies_in_flight_than_buffers(step, link, buffers):
     regions, moved = step
@@ -152,6 +154,7 @@ def test_never_more_copies_in_flight_than_buffers(step, link, buffers):
     assert most_at_once([(begun[region], copies[region].end) for region in moved]) <= buffers
 
 
+@any_time
 @given(steps(), LINKS, BUFFERS)
 def test_never_more_reloaded_inputs_alive_than_buffers_nor_than_two(step, link, buffers):
     regions, moved = step
@@ -160,6 +163,7 @@ def test_never_more_reloaded_inputs_alive_than_buffers_nor_than_two(step, link, 
     assert most_at_once([(begun[region], backward[region].end) for region in moved]) <= min(buffers, 2)
 
 
+@any_time
 @given(steps(), LINKS, BUFFERS)
 def test_no_reload_is_issued_before_the_backward_before_it(step, link, buffers):
     regions, moved = step
@@ -169,6 +173,7 @@ def test_no_reload_is_issued_before_the_backward_before_it(step, link, buffers):
         assert begun[region] >= backward[region + 1].start
 
 
+@any_time
 @given(steps(), LINKS, BUFFERS)
 def test_overlapped_is_never_later_than_serial_nor_earlier_than_compute(step, link, buffers):
     regions, moved = step
@@ -182,6 +187,7 @@ def test_overlapped_is_never_later_than_serial_nor_earlier_than_compute(step, li
     assert alone.step_seconds <= overlapped.step_seconds <= serial.step_seconds
 
 
+@any_time
 @given(steps(), LINKS, BUFFERS)
 def test_memory_is_never_above_the_worst_peak_nor_above_that_without_offload(step, link, buffers):
     regions, moved = step
@@ -190,6 +196,7 @@ def test_memory_is_never_above_the_worst_peak_nor_above_that_without_offload(ste
     assert timeline.peak_bytes <= simulate(regions, link, (), "none", base_bytes=5).peak_bytes
 
 
+@any_time
 @given(steps(), LINKS, BUFFERS)
 def test_copies_slower_than_everything_reach_the_worst_peak(step, link, buffers):
     regions, moved = step
@@ -198,6 +205,7 @@ def test_copies_slower_than_everything_reach_the_worst_peak(step, link, buffers)
     assert timeline.peak_bytes == worst_peak(regions, moved, buffers=buffers)
 
 
+@any_time
 @given(steps(), LINKS, BUFFERS)
 def test_everything_happens_once_and_every_engine_does_one_thing_at_a_time(step, link, buffers):
     regions, moved = step
@@ -214,6 +222,7 @@ def test_everything_happens_once_and_every_engine_does_one_thing_at_a_time(step,
         assert 0 <= timeline.overlap <= 1
 
 
+@any_time
 @given(steps(), LINKS, BUFFERS)
 def test_the_compute_engine_works_or_waits_from_the_first_second_to_the_last(step, link, buffers):
     regions, moved = step
