@@ -47,7 +47,7 @@ def read_step(
     kernels: list[Interval] = []
     copies: dict[Engine, list[Interval]] = {engine: [] for engine in COPIES.values()}
     for event in trace_events:
-        if event.get("ph") != "X" or event.get("cat") not in ("kernel", "gpu_memcpy", "gpu_memset"):
+        if event.get("cat") not in ("kernel", "gpu_memcpy", "gpu_memset"):
             continue
         interval = event["ts"] * 1e-6, (event["ts"] + event["dur"]) * 1e-6
         engine = next((engine for prefix, engine in COPIES.items() if event["name"].startswith(prefix)), None)

@@ -3,10 +3,11 @@
 from xml.etree import ElementTree
 
 import pytest
+import torch
 
 from benchmarks.offload_timeline import Decoder, main, measured_panel, record_step, training_step
 from benchmarks.profiler_trace import MeasuredSpan, read_step
-from benchmarks.timeline_svg import Panel, Span, draw
+from benchmarks.timeline_svg import LEFT, Panel, Span, draw
 
 SVG = "{http://www.w3.org/2000/svg}"
 MIB = 2**20
@@ -50,7 +51,7 @@ def test_a_trace_gives_compute_spans_and_numbered_copies():
     assert step.overlap == pytest.approx((40 + 50 + 60) / 260)
 
 
-def test_small_copies_host_events_and_other_phases_are_left_out():
+def test_small_copies_and_host_events_are_left_out():
     step = read_step(
         [
             work("kernel", "gemm", 0, 10),
@@ -61,6 +62,12 @@ def test_small_copies_host_events_and_other_phases_are_left_out():
     )
     assert step.spans == (MeasuredSpan("compute", 0.0, pytest.approx(10e-6)),)
     assert step.overlap == 1.0
+
+
+def test_a_short_kernel_beside_a_long_one_ends_nothing():
+    step = read_step([work("kernel", "gemm", 0, 100), work("kernel", "add", 10, 20), out(50, 50)])
+    assert microseconds(step.spans, "compute") == [(0, 100, None)]
+    assert step.overlap == pytest.approx(1.0)
 
 
 def test_copies_inside_the_device_are_compute():
@@ -98,6 +105,7 @@ def test_bars_stand_at_their_times_on_one_scale():
     root = ElementTree.fromstring(text)
     bars = [bar for bar in root.iter(f"{SVG}rect") if bar.find(f"{SVG}title") is not None]
     first, second = ((float(bar.get("x")), float(bar.get("width"))) for bar in bars)
+    assert first[0] == LEFT
     assert first[0] + first[1] == pytest.approx(second[0], abs=0.02)
     assert first[1] == pytest.approx(second[1], abs=0.02)
     assert bars[1].get("stroke-dasharray")
@@ -141,7 +149,13 @@ TINY = Decoder(
 
 def test_the_recorded_step_is_a_forward_and_backward_of_checkpointed_layers():
     pytest.importorskip("transformers")
-    training_step(TINY, {"compiler": "aot_eager"}, "cpu")()
+    step = training_step(TINY, {"compiler": "aot_eager"}, "cpu")
+    step()
+    with torch.profiler.profile() as profile:
+        step()
+    counts = {event.key: event.count for event in profile.key_averages()}
+    # A layer has seven products, and seven more for the gradients of their inputs; beyond that is recomputation.
+    assert counts["aten::mm"] > 2 * 7 * TINY.layers
 
 
 @pytest.mark.gpu
