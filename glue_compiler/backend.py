@@ -11,6 +11,7 @@ from torch import fx
 
 from glue_compiler import capture, compat, registry
 from glue_compiler.fx import bodies
+from glue_compiler.fx.training_pair import TrainingPair
 from glue_compiler.graph_pass import Stage
 from glue_compiler.handoff import hand_off
 from glue_compiler.options import GlueOptions, parse_options
@@ -18,7 +19,8 @@ from glue_compiler.pipeline import Pipeline
 from glue_compiler.report.dump import render_graph
 from glue_compiler.report.session import GraphReport, Session, session_for
 
-HandOff = Callable[[fx.GraphModule, Sequence[Any], GlueOptions, bytes], Callable[..., Any]]
+HandOff = Callable[..., Callable[..., Any]]
+"""Called as ``hand_off`` of handoff.py is; with an ``edit_pair`` only when a pass asks for both graphs of a step."""
 
 
 class GlueBackend:
@@ -56,7 +58,23 @@ class GlueBackend:
         report.trace()
         if session:
             session.add_graph(report, gm)
-        return self._hand_off(gm, example_inputs, pipeline.options, pipeline.uuid())
+        if not pipeline.pair_passes:
+            return self._hand_off(gm, example_inputs, pipeline.options, pipeline.uuid())
+
+        def edit_pair(forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int) -> None:
+            pair = TrainingPair(forward, backward, num_outputs)
+            added = pipeline.run_pair(pair, render_graph if is_shown else None)
+            report.add_passes(added)
+            if session:
+                session.update_graph(report, added)
+
+        return self._hand_off(gm, example_inputs, pipeline.options, pipeline.uuid(), edit_pair)
+
+    def reset(self) -> None:
+        """Called by ``torch.compiler.reset()``: host memory and streams go back."""
+        from glue_compiler.ops.copy_engine import engine
+
+        engine.release()
 
     def begin_frame(self, stored: Mapping[str, Any], code: CodeType) -> None:
         self._pipeline_for(stored)  # wrong options and contracts are errors before anything is traced

@@ -20,6 +20,8 @@ _ENVIRONMENT = {
     "GLUE_STRICT": "strict",
     "GLUE_COMPILER": "compiler",
     "GLUE_HOIST_LIMIT": "hoist_limit",
+    "GLUE_OFFLOAD": "offload",
+    "GLUE_PINNED_LIMIT": "pinned_limit",
 }
 
 
@@ -35,6 +37,10 @@ class GlueOptions:
         strict: raise when a pass fails, instead of restoring the graph and warning.
         hoist_limit: the most bytes of one tensor that ``hoist_metadata`` may keep alive by moving it out of a
             checkpoint body, unless that saves a host sync. An int, or a string such as ``"64MiB"``.
+        offload: ``"checkpoints"``: the inputs of checkpointed regions wait for backward in host memory; None: nothing
+            moves.
+        pinned_limit: the most bytes of page-locked host memory that this process may hold for copies; None: no limit.
+            Beyond it, ordinary memory is used, which is slower. An int, or a string such as ``"8GiB"``.
         inductor: Inductor's own options (from ``mode=`` and from the keys of ``options=`` that Inductor knows).
     """
 
@@ -43,6 +49,8 @@ class GlueOptions:
     passes: Mapping[str, bool] = field(default_factory=dict)
     strict: bool = False
     hoist_limit: int = 64 * 2**20
+    offload: Literal["checkpoints"] | None = None
+    pinned_limit: int | None = None
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
     def is_enabled(self, name: str, default: bool) -> bool:
@@ -126,12 +134,22 @@ def _strict(value: Any, _: Collection[str]) -> bool:
     return value
 
 
+def _offload(value: Any, _: Collection[str]) -> str | None:
+    if value in (None, "", "none"):
+        return None
+    if value != "checkpoints":
+        raise GlueOptionError(unknown_name("offload", str(value), ["checkpoints"], list_as="Offloads"))
+    return str(value)
+
+
 _CONVERT = {
     "compiler": _compiler,
     "dump": _dump,
     "passes": _passes,
     "strict": _strict,
     "hoist_limit": lambda value, _: parse_bytes(value),
+    "offload": _offload,
+    "pinned_limit": lambda value, _: None if value is None else parse_bytes(value),
 }
 
 

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 from torch import fx
 
@@ -21,7 +22,8 @@ from glue_compiler.errors import GlueContractError, GlueWarning
 from glue_compiler.fx import bodies
 from glue_compiler.fx.effects import EffectAnalysis
 from glue_compiler.fx.invariants import check_graph
-from glue_compiler.graph_pass import GraphPass, PassContext, PassResult, Skip, Stage
+from glue_compiler.fx.training_pair import TrainingPair, check_pair
+from glue_compiler.graph_pass import GraphPass, PairPass, PassContext, PassResult, Skip, Stage
 from glue_compiler.options import GlueOptions
 
 log = logging.getLogger(__name__)
@@ -59,7 +61,29 @@ class Pipeline:
     def run(self, gm: fx.GraphModule, stage: Stage, snapshot: Snapshotter | None = None) -> list[PassReport]:
         """Run the passes of ``stage`` on ``gm``, in place. ``snapshot`` renders the graph around each change."""
         context = PassContext(self.options, EffectAnalysis.for_graph(gm))
-        return [self._run_one(p, gm, context, snapshot) for p in self.passes if p.stage is stage]
+
+        def run_one(graph_pass: GraphPass) -> PassReport:
+            run = functools.partial(graph_pass.run, gm, context)
+            return self._run_one(graph_pass, [gm], run, lambda: check_graph(gm, context.effects), context, snapshot)
+
+        return [run_one(p) for p in self.passes if p.stage is stage]
+
+    def run_pair(self, pair: TrainingPair, snapshot: Snapshotter | None = None) -> list[PassReport]:
+        """Run the passes of the stage ``PARTITIONED`` on both graphs of a training step, in place."""
+        context = PassContext(self.options, EffectAnalysis.for_graph(pair.forward))
+        graphs = [pair.forward, pair.backward]
+
+        def run_one(graph_pass: PairPass) -> PassReport:
+            run = functools.partial(graph_pass.run_pair, pair, context)
+            return self._run_one(graph_pass, graphs, run, lambda: check_pair(pair), context, snapshot)
+
+        return [run_one(p) for p in self.pair_passes]
+
+    @property
+    def pair_passes(self) -> tuple[PairPass, ...]:
+        """The passes that have something to do in the forward and backward graphs of a step."""
+        found = (cast(PairPass, p) for p in self.passes if p.stage is Stage.PARTITIONED)
+        return tuple(p for p in found if p.wants_pairs(self.options))
 
     def uuid(self) -> bytes:
         """Identifies the enabled passes: their names, sources and the options they read."""
@@ -67,20 +91,27 @@ class Pipeline:
         return hashlib.sha256(pickle.dumps(described)).digest()
 
     def _run_one(
-        self, graph_pass: GraphPass, gm: fx.GraphModule, context: PassContext, snapshot: Snapshotter | None
+        self,
+        graph_pass: GraphPass,
+        graphs: Sequence[fx.GraphModule],
+        run: Callable[[], PassResult],
+        check: Callable[[], None],
+        context: PassContext,
+        snapshot: Snapshotter | None,
     ) -> PassReport:
         start = time.perf_counter()
-        before = snapshot(gm) if snapshot else None
-        saved = _save(gm)
+        before = _show(graphs, snapshot)
+        saved = [_save(gm) for gm in graphs]
         result: PassResult | None = None
         error = None
         try:
             with compat.restored_on_error(context.shape_env):
-                result = compat.observed(gm, graph_pass.name, lambda module: graph_pass.run(module, context))
+                result = compat.observed(graphs[0], graph_pass.name, lambda _: run())
                 if result is not None and result.changed:
-                    check_graph(gm, context.effects)
+                    check()
         except Exception as failure:
-            _restore(gm, saved)
+            for graph in saved:
+                _restore(graph)
             if self.options.strict:
                 raise
             error = f"{type(failure).__name__}: {failure}"
@@ -102,7 +133,7 @@ class Pipeline:
             milliseconds=(time.perf_counter() - start) * 1000,
             error=error,
             before=before if result.changed else None,
-            after=snapshot(gm) if snapshot and result.changed else None,
+            after=_show(graphs, snapshot) if result.changed else None,
         )
 
 
@@ -147,6 +178,10 @@ def _toolkit_sources() -> tuple[Path, ...]:
     return tuple(sorted([*folder.glob("*.py"), *(folder / "fx").glob("*.py"), *(folder / "compat").glob("*.py")]))
 
 
+def _show(graphs: Sequence[fx.GraphModule], snapshot: Snapshotter | None) -> str | None:
+    return "\n\n".join(snapshot(gm) for gm in graphs) if snapshot else None
+
+
 def _save(gm: fx.GraphModule) -> list[tuple[fx.GraphModule, fx.Graph]]:
     return [(module, _copy_graph(module.graph)) for module in bodies.graph_modules(gm)]
 
@@ -164,7 +199,7 @@ def _copy_graph(graph: fx.Graph) -> fx.Graph:
     return copied
 
 
-def _restore(gm: fx.GraphModule, saved: list[tuple[fx.GraphModule, fx.Graph]]) -> None:
+def _restore(saved: list[tuple[fx.GraphModule, fx.Graph]]) -> None:
     for module, graph in saved:
         module.graph = graph
         module.recompile()

@@ -10,6 +10,7 @@ from glue_compiler.graph_pass import GraphPass
 _BUILT_IN = (
     "glue_compiler.passes.group_experts:GroupExperts",
     "glue_compiler.passes.hoist_metadata:HoistMetadata",
+    "glue_compiler.passes.overlap_offload:OverlapOffload",
 )
 
 
