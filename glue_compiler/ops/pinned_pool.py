@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -62,6 +63,8 @@ class PinnedPool:
         self._lock = threading.Lock()
         self._blocks: dict[int, Block] = {}
         self._warned = False
+        self.pinning_seconds = 0.0
+        """Time spent on getting page-locked memory so far."""
 
     def take(self, like: Tensor, *, pinned: bool, limit: int | None = None) -> Tensor:
         """A tensor of ``like``'s sizes and dtype on the host, with undefined content.
@@ -97,6 +100,7 @@ class PinnedPool:
             if limit is not None and self.pinned_bytes() + nbytes > limit:
                 self._warn(f"the limit of {limit} bytes of pinned memory is reached")
                 return self._block(nbytes, False, None)
+        start = time.perf_counter()
         try:
             memory = self._allocate(nbytes, pinned)
         except RuntimeError as error:
@@ -104,6 +108,8 @@ class PinnedPool:
                 raise
             self._warn(f"pinning {nbytes} bytes of host memory was refused ({str(error).splitlines()[0]})")
             return self._block(nbytes, False, None)
+        if pinned:
+            self.pinning_seconds += time.perf_counter() - start
         block = Block(memory, pinned)
         self._blocks[memory.untyped_storage().data_ptr()] = block
         return block
