@@ -11,6 +11,11 @@ def region_of(node: fx.Node) -> int | None:
     return region if isinstance(region, int) else None
 
 
+def is_recomputed(node: fx.Node) -> bool:
+    """Is this node of a backward graph a repetition of the forward's?"""
+    return node.meta.get("partitioner_tag") == "is_forward"
+
+
 def is_graph_input(node: fx.Node) -> bool:
     """A value that the caller of the compiled function passed in: a parameter, a batch, a buffer."""
     return node.op == "placeholder"

@@ -13,7 +13,7 @@ Edit = Callable[[fx.GraphModule, fx.GraphModule, int], None]
 
 
 class EditedPartition(torch._inductor.custom_graph_pass.CustomPartitionerFn):
-    """Partitions a joint graph as the user's partitioner does, or torch's min-cut one, and lets ``edit`` change the pair.
+    """Partitions a joint graph as the user's partitioner does, or torch's min-cut one; ``edit`` then changes the pair.
 
     The cache keys know it by ``key``, which must stand for all that ``edit`` does. Pickled, it is ``key`` alone:
     a cache hit brings graphs that were edited already.
@@ -51,7 +51,7 @@ before its copy has ended, and moves starts and waits."""
 
 
 def partition_patch(key: bytes, edit: Edit, options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Inductor options that run ``edit`` on each pair, on top of the partitioner in ``options`` or Inductor's config."""
+    """Inductor options that run ``edit`` on each pair, after the partitioner in ``options`` or Inductor's config."""
     from torch._inductor import config
 
     inner = options.get("custom_partitioner_fn", config.custom_partitioner_fn)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -95,8 +96,8 @@ def find_saved_inputs(pair: TrainingPair, shape_env: object) -> tuple[list[Regio
     skips = []
     for saved in pair.saved:
         taken = placeholders[saved.name]
-        readers = [backward[place] for place in taken_uses[taken] if backward[place].op != "output"]
-        starts = {checkpoint_tags.region_of(reader) for reader in readers} - {None, checkpoint_tags.region_of(saved)}
+        starts = _regions_started(backward[place] for place in taken_uses[taken])
+        starts -= {checkpoint_tags.region_of(saved)}
         if not starts or not isinstance(value_of(saved), torch.Tensor) or checkpoint_tags.is_graph_input(saved):
             continue
         reason = _why_not(saved, starts, pair, kept)
@@ -104,7 +105,6 @@ def find_saved_inputs(pair: TrainingPair, shape_env: object) -> tuple[list[Regio
             skips.append(Skip(reason, saved.name, source_line(saved)))
             continue
         (region,) = starts
-        assert region is not None
         places = taken_uses[taken]
         found[region].append(
             SavedInput(
@@ -132,7 +132,7 @@ def schedule_moves(pair: TrainingPair, regions: Sequence[RegionInputs], moved: I
     in_backward = list(reversed(regions))
     skips: list[Skip] = []
     reloads: list[tuple[RegionInputs, int]] = []
-    for previous, region in zip(in_backward, in_backward[1:], strict=False):
+    for previous, region in itertools.pairwise(in_backward):
         if region.index not in wanted:
             continue
         # The reload starts with the backward of the region before, or when the place of an earlier one is free.
@@ -179,6 +179,21 @@ def _uses_of_memory(nodes: Sequence[fx.Node]) -> Mapping[fx.Node, list[int]]:
     return uses
 
 
+def _regions_started(readers: Iterable[fx.Node]) -> set[int]:
+    """The regions whose recomputation reads a value, directly or through recomputed nodes between regions."""
+    found: set[int] = set()
+    waiting, seen = list(readers), set()
+    while waiting:
+        reader = waiting.pop()
+        region = checkpoint_tags.region_of(reader)
+        if region is not None:
+            found.add(region)
+        elif checkpoint_tags.is_recomputed(reader) and reader not in seen:
+            seen.add(reader)
+            waiting += reader.users
+    return found
+
+
 def _kept_by_the_caller(pair: TrainingPair) -> Mapping[int, fx.Node]:
     """Storages, as recorded, and by node id the memory, that stay on the device whatever is moved."""
     kept: dict[int, fx.Node] = {}
@@ -188,7 +203,7 @@ def _kept_by_the_caller(pair: TrainingPair) -> Mapping[int, fx.Node]:
     return kept
 
 
-def _why_not(saved: fx.Node, starts: set[int | None], pair: TrainingPair, kept: Mapping[int, fx.Node]) -> str | None:
+def _why_not(saved: fx.Node, starts: set[int], pair: TrainingPair, kept: Mapping[int, fx.Node]) -> str | None:
     value = value_of(saved)
     if len(starts) > 1:
         return f"the recomputation of {len(starts)} regions reads it, so it is needed all through backward"
