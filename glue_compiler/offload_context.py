@@ -26,11 +26,14 @@ def offload_checkpoints(pinned_limit: int | None = None) -> Iterator[None]:
             loss = model(batch)  # calls torch.utils.checkpoint around each layer, compiled or not
             loss.backward()
 
-    Around the forward is enough; backward may run outside. Copies run on streams of their own: to the host while the
-    next regions compute, at most two at a time; back while the region before (in backward's order) computes, at most
-    two buffers alive. Which one comes next is taken from the order of the forward. The last region's input stays on
-    the device. Moved are a region's tensor arguments that need a gradient and are no leaves; masks and rotary tables
-    that all regions share stay. Calls do not nest: the innermost one acts.
+    Around the forward is enough; backward may run outside. Where it runs inside, the last two copies to the host may
+    still be under way when it starts, and those inputs are used from where they are.
+
+    Copies run on streams of their own: to the host while the next regions compute, at most two at a time; back while
+    the region before (in backward's order) computes, at most two buffers alive. Which one comes next is taken from the
+    order of the forward. The last region's input stays on the device. Moved are a region's tensor arguments that need
+    a gradient and are no leaves; masks and rotary tables that all regions share stay. Calls do not nest: the innermost
+    one acts.
 
     Args:
         pinned_limit: the most bytes of page-locked memory that the process's pool may hold; None: no limit.

@@ -15,7 +15,15 @@ def clean_dynamo():
 @pytest.fixture(autouse=True)
 def no_glue_variables(monkeypatch):
     """What is set in the developer's shell must not decide a test."""
-    for name in ("GLUE_DUMP", "GLUE_DISABLE", "GLUE_STRICT", "GLUE_COMPILER", "GLUE_HOIST_LIMIT"):
+    for name in (
+        "GLUE_DUMP",
+        "GLUE_DISABLE",
+        "GLUE_STRICT",
+        "GLUE_COMPILER",
+        "GLUE_HOIST_LIMIT",
+        "GLUE_OFFLOAD",
+        "GLUE_PINNED_LIMIT",
+    ):
         monkeypatch.delenv(name, raising=False)
 
 

@@ -37,9 +37,17 @@ def copies(monkeypatch):
     return events
 
 
-def in_context(model, **kwargs):
-    with glue_compiler.offload_checkpoints(**kwargs):
+def in_context(model):
+    with glue_compiler.offload_checkpoints():
         return step(model, model, X)
+
+
+def forward_in_context(model):
+    model.zero_grad()
+    with glue_compiler.offload_checkpoints():
+        out = model(X)
+    out.square().sum().backward()
+    return [out.detach(), *gradients(model)]
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -52,8 +60,13 @@ def test_all_inputs_but_the_last_move_and_no_bit_changes(copies, reentrant):
             return self.head(x)
 
     model = Reentrant(5)
-    assert equal(step(model, model, X), in_context(model))
+    expected = step(model, model, X)
+    assert equal(expected, forward_in_context(model))
     assert copies.count("offload") == copies.count("reload") == 4
+    copies.clear()
+    assert equal(expected, in_context(model))
+    # Two are still on their way to the host when backward starts, and are used from where they are.
+    assert (copies.count("offload"), copies.count("reload")) == (4, 2)
 
 
 def test_layers_compiled_one_by_one(copies):
@@ -66,7 +79,7 @@ def test_layers_compiled_one_by_one(copies):
 
 
 def test_at_most_two_in_flight_and_two_alive(copies):
-    in_context(Blocks(6))
+    forward_in_context(Blocks(6))
     in_flight = alive = most_in_flight = most_alive = 0
     for event in copies:
         in_flight += {"offload": 1, "drop": -1}.get(event, 0)
@@ -78,7 +91,7 @@ def test_at_most_two_in_flight_and_two_alive(copies):
 
 
 def test_the_next_reload_starts_before_this_ones_wait(copies):
-    in_context(Blocks(4))
+    forward_in_context(Blocks(4))
     backward = copies[copies.index("reload") :]
     # The last region's input stayed; taking it starts the reload of the one before.
     assert [e for e in backward if e in ("reload", "wait")] == ["reload", "wait"] * 3 + ["wait"]
@@ -147,9 +160,14 @@ def test_a_forward_without_backward_and_a_failed_backward_leave_nothing(monkeypa
     pool = copy_engine.engine.pool
     with glue_compiler.offload_checkpoints():
         model(X)
-    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="stop"):
-        patch.setattr(copy_engine.CopyEngine, "start_reload", lambda *_: (_ for _ in ()).throw(RuntimeError("stop")))
-        in_context(model)
+
+    def stop(*_):
+        raise RuntimeError("stop")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(copy_engine.CopyEngine, "start_reload", stop)
+        with pytest.raises(RuntimeError, match="stop"):
+            in_context(model)
     gc.collect()
     assert all(block.is_free for block in pool._blocks.values())
     assert equal(in_context(model), expected)

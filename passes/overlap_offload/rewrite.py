@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from glue_compiler import compat
 from glue_compiler.fx.training_pair import TrainingPair
 from glue_compiler.fx.values import value_of
 from glue_compiler.passes.overlap_offload.analysis import Move, Schedule
@@ -81,10 +82,8 @@ def _return_instead(pair: TrainingPair, saved: dict[fx.Node, fx.Node]) -> None:
 def _call(gm: fx.GraphModule, target: Callable[..., Any], *args: Any) -> fx.Node:
     node = gm.graph.call_function(target, args)
     operands = [value_of(arg) if isinstance(arg, fx.Node) else arg for arg in args]
-    with _fake_mode_of(operands):
+    mode = compat.fake_mode_of(operands)
+    assert mode is not None
+    with mode:
         node.meta["val"] = target(*operands)
     return node
-
-
-def _fake_mode_of(operands: list[Any]) -> Any:
-    return next(operand.fake_mode for operand in operands if isinstance(operand, torch.Tensor))

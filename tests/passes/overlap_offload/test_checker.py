@@ -100,6 +100,6 @@ def test_saved_tensors_in_another_order_are_found(final):
     pair, _ = final
     output = pair.forward.graph.output_node()
     values = list(output.args[0])
-    output.args = (tuple([*values[: pair.num_outputs], *values[pair.num_outputs :][::-1]]),)
+    output.args = ((*values[: pair.num_outputs], *values[pair.num_outputs :][::-1]),)
     with pytest.raises(GlueInvariantError, match="order"):
         check_pair(pair)

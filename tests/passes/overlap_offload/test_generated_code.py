@@ -75,7 +75,7 @@ def test_at_most_two_are_in_flight_or_alive(code):
     forward, backward = code
     held = [(start, wait) for start, wait, _ in pairs(forward, "offload")]
     for start, wait, names in pairs(backward, "reload"):
-        last = max(place for place, line in enumerate(backward) if names & set(re.findall(r"\w+", line)) and place >= wait)
+        last = max(place for place in range(wait, len(backward)) if names & set(re.findall(r"\w+", backward[place])))
         held.append((start + len(forward), last + len(forward)))
     for start, _ in held:
         assert sum(other <= start <= end for other, end in held) <= 2
