@@ -6,7 +6,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import fx
 
+import glue_compiler.ops.offload  # noqa: F401  a graph from the cache calls the operators, and no pass runs for it
 from glue_compiler.graph_pass import Numerics, PassContext, PassResult, Skip, Stage
+from glue_compiler.passes.overlap_offload.analysis import find_saved_inputs, schedule_moves
+from glue_compiler.passes.overlap_offload.checker import check_offload
+from glue_compiler.passes.overlap_offload.plan import plan_offload
+from glue_compiler.passes.overlap_offload.rewrite import apply_schedule
 
 if TYPE_CHECKING:
     from glue_compiler.fx.training_pair import TrainingPair
@@ -39,13 +44,6 @@ class OverlapOffload:
         raise NotImplementedError("overlap_offload works on the forward and backward graph together")
 
     def run_pair(self, pair: TrainingPair, context: PassContext) -> PassResult:
-        # Imported late: the planner's own tests and tools need no operators, and operators need a device's runtime.
-        import glue_compiler.ops.offload  # noqa: F401
-        from glue_compiler.passes.overlap_offload.analysis import find_saved_inputs, schedule_moves
-        from glue_compiler.passes.overlap_offload.checker import check_offload
-        from glue_compiler.passes.overlap_offload.plan import plan_offload
-        from glue_compiler.passes.overlap_offload.rewrite import apply_schedule
-
         if context.options.inductor.get("triton.cudagraphs"):
             reason = "CUDA graphs replay memory at fixed addresses and hold no host tensors; without them, inputs move"
             return PassResult(changed=False, skips=(Skip(reason),))

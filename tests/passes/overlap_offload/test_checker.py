@@ -9,7 +9,7 @@ import torch
 
 from glue_compiler.errors import GlueInvariantError
 from glue_compiler.fx.training_pair import TrainingPair, check_pair
-from glue_compiler.passes.overlap_offload import rewrite
+from glue_compiler.passes import overlap_offload
 from glue_compiler.passes.overlap_offload.checker import Copy, check_copies, check_offload
 from tests.captured import compile_with_glue
 from tests.passes.overlap_offload.models import Blocks, step
@@ -36,14 +36,14 @@ def test_a_wait_before_its_start_is_found():
 def final(monkeypatch):
     """The pair and groups of a compiled model after the pass."""
     kept = []
-    apply = rewrite.apply_schedule
+    apply = overlap_offload.apply_schedule
 
     def keep(pair, *rest):
         groups = apply(pair, *rest)
         kept.append((TrainingPair(copy.deepcopy(pair.forward), copy.deepcopy(pair.backward), pair.num_outputs), groups))
         return groups
 
-    monkeypatch.setattr(rewrite, "apply_schedule", keep)
+    monkeypatch.setattr(overlap_offload, "apply_schedule", keep)
     model = Blocks(4)
     step(compile_with_glue(model, offload="checkpoints").call, model, torch.randn(4, 8))
     pair, groups = kept[0]

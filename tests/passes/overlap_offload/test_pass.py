@@ -130,9 +130,9 @@ def test_cuda_graphs_are_refused_with_a_reason():
 
 def test_a_violation_restores_both_graphs(monkeypatch):
     from glue_compiler.errors import GlueWarning
-    from glue_compiler.passes.overlap_offload import rewrite
+    from glue_compiler.passes import overlap_offload
 
-    apply = rewrite.apply_schedule
+    apply = overlap_offload.apply_schedule
 
     def wait_at_once(pair, *rest):
         """Reload everything first: too many buffers."""
@@ -145,7 +145,7 @@ def test_a_violation_restores_both_graphs(monkeypatch):
                 first.prepend(node)
         return groups
 
-    monkeypatch.setattr(rewrite, "apply_schedule", wait_at_once)
+    monkeypatch.setattr(overlap_offload, "apply_schedule", wait_at_once)
     model, x = Blocks(5), torch.randn(4, 8)
     expected = step(compile_with_glue(model).call, model, x)
     torch._dynamo.reset()
