@@ -4,6 +4,7 @@
 """
 
 from glue_compiler.errors import GlueContractError, GlueError, GlueInvariantError, GlueOptionError, GlueWarning
+from glue_compiler.offload_context import offload_checkpoints
 from glue_compiler.report.explain import Explanation, explain
 
 __version__ = "0.1.0"
@@ -16,4 +17,5 @@ __all__ = [
     "GlueOptionError",
     "GlueWarning",
     "explain",
+    "offload_checkpoints",
 ]

@@ -11,6 +11,7 @@ from torch import fx
 
 from glue_compiler import capture, compat, registry
 from glue_compiler.fx import bodies
+from glue_compiler.fx.training_pair import TrainingPair
 from glue_compiler.graph_pass import Stage
 from glue_compiler.handoff import HandOff, hand_off, hand_off_in_parts
 from glue_compiler.options import GlueOptions, parse_options
@@ -55,7 +56,29 @@ class GlueBackend:
         if session:
             session.add_graph(report, gm)
         prologues = [p.prologue for p in report.passes if p.prologue is not None]
-        return hand_off_in_parts(self._hand_off, prologues, gm, example_inputs, pipeline.options, pipeline.uuid())
+
+        def edit_pair(forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int) -> None:
+            pair = TrainingPair(forward, backward, num_outputs)
+            added = pipeline.run_pair(pair, render_graph if is_shown else None)
+            report.add_passes(added)
+            if session:
+                session.update_graph(report, added)
+
+        return hand_off_in_parts(
+            self._hand_off,
+            prologues,
+            gm,
+            example_inputs,
+            pipeline.options,
+            pipeline.uuid(),
+            edit_pair if pipeline.pair_passes else None,
+        )
+
+    def reset(self) -> None:
+        """Called by ``torch.compiler.reset()``: host memory and streams go back."""
+        from glue_compiler.ops.copy_engine import engine
+
+        engine.release()
 
     def begin_frame(self, stored: Mapping[str, Any], code: CodeType) -> None:
         self._pipeline_for(stored)  # wrong options and contracts are errors before anything is traced

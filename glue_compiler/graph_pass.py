@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from torch import fx
 
     from glue_compiler.fx.effects import EffectAnalysis
+    from glue_compiler.fx.training_pair import TrainingPair
     from glue_compiler.options import GlueOptions
 
 
@@ -19,6 +20,8 @@ class Stage(enum.Enum):
 
     CAPTURED = "captured"
     """On Dynamo's graph, before AOTAutograd: torch-level operators, higher-order operators with bodies."""
+    PARTITIONED = "partitioned"
+    """On the forward and the backward graph of a training step (:class:`PairPass`): ATen operators, no bodies."""
 
 
 class Numerics(enum.Enum):
@@ -106,4 +109,16 @@ class GraphPass(Protocol):
 
     def cache_options(self, options: GlueOptions) -> Any:
         """The part of ``options`` that this pass reads, as plain picklable data for the cache key."""
+        ...
+
+
+class PairPass(GraphPass, Protocol):
+    """A rewrite of the stage ``PARTITIONED``. ``run`` is not called."""
+
+    def wants_pairs(self, options: GlueOptions) -> bool:
+        """Is there anything to do under these options? If no pass wants it, glue leaves the partitioner alone."""
+        ...
+
+    def run_pair(self, pair: TrainingPair, context: PassContext) -> PassResult:
+        """Rewrite the pair in place. May raise: the pipeline then restores both graphs."""
         ...

@@ -9,22 +9,40 @@ from typing import Any
 from torch import fx
 
 from glue_compiler import compat
-from glue_compiler.compat import graph_inputs
+from glue_compiler.compat import graph_inputs, partition
 from glue_compiler.graph_pass import Prologue
 from glue_compiler.ops.batch_memo import BatchMemo, memoized
 from glue_compiler.options import GlueOptions
 
-HandOff = Callable[[fx.GraphModule, Sequence[Any], GlueOptions, bytes], Callable[..., Any]]
+HandOff = Callable[..., Callable[..., Any]]
+"""Called as :func:`hand_off` is; with an ``edit_pair`` only when a pass asks for both graphs of a training step."""
 
 _batch_memo = BatchMemo()
 
 
-def hand_off(gm: fx.GraphModule, inputs: Sequence[Any], options: GlueOptions, passes_uuid: bytes) -> Callable[..., Any]:
-    """Compile ``gm`` with the compiler that ``options`` names. Takes ownership of ``gm``."""
+def hand_off(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    options: GlueOptions,
+    passes_uuid: bytes,
+    edit_pair: partition.Edit | None = None,
+) -> Callable[..., Any]:
+    """Compile ``gm`` with the compiler that ``options`` names. Takes ownership of ``gm``.
+
+    ``edit_pair`` changes the forward and the backward graph of a training step; ``passes_uuid`` stands for it too.
+    """
     if options.compiler == "aot_eager":
+        if edit_pair is not None:
+            return partition.compile_with_aot_eager(gm, inputs, edit_pair)
         return compat.compile_with_aot_eager(gm, inputs)
     # config_patches, and not a context manager around the call: the backward is compiled after it has returned.
     patches = {**options.inductor, **compat.cache_key_patch(passes_uuid, options.inductor)}
+    if edit_pair is not None:
+        patches = {
+            **partition.KEEP_ORDER,
+            **patches,
+            **partition.partition_patch(passes_uuid, edit_pair, options.inductor),
+        }
     return compat.compile_with_inductor(gm, inputs, patches)
 
 
@@ -35,6 +53,7 @@ def hand_off_in_parts(
     inputs: Sequence[Any],
     options: GlueOptions,
     passes_uuid: bytes,
+    edit_pair: partition.Edit | None = None,
 ) -> Callable[..., Any]:
     """Compile ``gm`` and the prologues that were split off it, and join them through the process's batch memo.
 
@@ -44,7 +63,8 @@ def hand_off_in_parts(
     quiet = dataclasses.replace(options, inductor={**options.inductor, "triton.cudagraphs": False})
     runs = [hand_off(p.graph, [inputs[i] for i in p.inputs], quiet, passes_uuid) for p in prologues]
     results = [graph_inputs.example_input(value) for p in prologues for value in p.results]
-    call = hand_off(gm, [*inputs, *results], options, passes_uuid)
+    editing = () if edit_pair is None else (edit_pair,)
+    call = hand_off(gm, [*inputs, *results], options, passes_uuid, *editing)
     for prologue, run in reversed(list(zip(prologues, runs, strict=True))):
         # Another compiler, or another of its options, may round differently.
         key = (prologue.key, options.compiler, repr(sorted(options.inductor.items())))

@@ -22,6 +22,8 @@ _ENVIRONMENT = {
     "GLUE_COMPILER": "compiler",
     "GLUE_HOIST_LIMIT": "hoist_limit",
     "GLUE_MEMOIZE_THRESHOLD": "memoize_threshold",
+    "GLUE_OFFLOAD": "offload",
+    "GLUE_PINNED_LIMIT": "pinned_limit",
 }
 
 
@@ -41,6 +43,10 @@ class GlueOptions:
             a mask compares for equality never decrease from a token to the next.
         memoize_threshold: ``memoize_metadata`` splits off a computation without a host sync only if it makes a tensor
             of at least so many bytes.
+        offload: ``"checkpoints"``: the inputs of checkpointed regions wait for backward in host memory; None: nothing
+            moves.
+        pinned_limit: the most bytes of page-locked host memory that this process may hold for copies; None: no limit.
+            Beyond it, ordinary memory is used, which is slower. An int, or a string such as ``"8GiB"``.
         inductor: Inductor's own options (from ``mode=`` and from the keys of ``options=`` that Inductor knows).
     """
 
@@ -51,6 +57,8 @@ class GlueOptions:
     hoist_limit: int = 64 * 2**20
     assume: Mapping[str, bool] = field(default_factory=dict)
     memoize_threshold: int = 2**20
+    offload: Literal["checkpoints"] | None = None
+    pinned_limit: int | None = None
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
     def is_enabled(self, name: str, default: bool) -> bool:
@@ -145,6 +153,14 @@ def _strict(value: Any, _: Collection[str]) -> bool:
     return value
 
 
+def _offload(value: Any, _: Collection[str]) -> str | None:
+    if value in (None, "", "none"):
+        return None
+    if value != "checkpoints":
+        raise GlueOptionError(unknown_name("offload", str(value), ["checkpoints"], list_as="Offloads"))
+    return str(value)
+
+
 _CONVERT = {
     "compiler": _compiler,
     "dump": _dump,
@@ -153,6 +169,8 @@ _CONVERT = {
     "hoist_limit": lambda value, _: parse_bytes(value),
     "assume": _assume,
     "memoize_threshold": lambda value, _: parse_bytes(value),
+    "offload": _offload,
+    "pinned_limit": lambda value, _: None if value is None else parse_bytes(value),
 }
 
 

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 from torch import fx
 
@@ -22,7 +23,8 @@ from glue_compiler.fx.copying import copy_graph
 from glue_compiler.fx.effects import EffectAnalysis
 from glue_compiler.fx.invariants import check_graph
 from glue_compiler.fx.missing_values import record_missing_values
-from glue_compiler.graph_pass import GraphPass, PassContext, PassResult, Prologue, Skip, Stage
+from glue_compiler.fx.training_pair import TrainingPair, check_pair
+from glue_compiler.graph_pass import GraphPass, PairPass, PassContext, PassResult, Prologue, Skip, Stage
 from glue_compiler.options import GlueOptions
 
 log = logging.getLogger(__name__)
@@ -68,7 +70,34 @@ class Pipeline:
         """Run the passes of ``stage`` on ``gm``, in place. ``snapshot`` renders the graph around each change."""
         context = PassContext(self.options, EffectAnalysis.for_graph(gm))
         record_missing_values(gm, context.effects)
-        return [self._run_one(p, gm, context, snapshot) for p in self.passes if p.stage is stage]
+
+        def check(result: PassResult) -> None:
+            check_graph(gm, context.effects)
+            if result.prologue is not None:
+                check_graph(result.prologue.graph, context.effects)
+
+        def run_one(graph_pass: GraphPass) -> PassReport:
+            run = functools.partial(graph_pass.run, gm, context)
+            return self._run_one(graph_pass, [gm], run, check, context, snapshot)
+
+        return [run_one(p) for p in self.passes if p.stage is stage]
+
+    def run_pair(self, pair: TrainingPair, snapshot: Snapshotter | None = None) -> list[PassReport]:
+        """Run the passes of the stage ``PARTITIONED`` on both graphs of a training step, in place."""
+        context = PassContext(self.options, EffectAnalysis.for_graph(pair.forward))
+        graphs = [pair.forward, pair.backward]
+
+        def run_one(graph_pass: PairPass) -> PassReport:
+            run = functools.partial(graph_pass.run_pair, pair, context)
+            return self._run_one(graph_pass, graphs, run, lambda _: check_pair(pair), context, snapshot)
+
+        return [run_one(p) for p in self.pair_passes]
+
+    @property
+    def pair_passes(self) -> tuple[PairPass, ...]:
+        """The passes that have something to do in the forward and backward graphs of a step."""
+        found = (cast(PairPass, p) for p in self.passes if p.stage is Stage.PARTITIONED)
+        return tuple(p for p in found if p.wants_pairs(self.options))
 
     def uuid(self) -> bytes:
         """Identifies the enabled passes: their names, sources and the options they read."""
@@ -76,22 +105,27 @@ class Pipeline:
         return hashlib.sha256(pickle.dumps(described)).digest()
 
     def _run_one(
-        self, graph_pass: GraphPass, gm: fx.GraphModule, context: PassContext, snapshot: Snapshotter | None
+        self,
+        graph_pass: GraphPass,
+        graphs: Sequence[fx.GraphModule],
+        run: Callable[[], PassResult],
+        check: Callable[[PassResult], None],
+        context: PassContext,
+        snapshot: Snapshotter | None,
     ) -> PassReport:
         start = time.perf_counter()
-        before = snapshot(gm) if snapshot else None
-        saved = _save(gm)
+        before = _show(graphs, snapshot)
+        saved = [_save(gm) for gm in graphs]
         result: PassResult | None = None
         error = None
         try:
             with compat.restored_on_error(context.shape_env):
-                result = compat.observed(gm, graph_pass.name, lambda module: graph_pass.run(module, context))
+                result = compat.observed(graphs[0], graph_pass.name, lambda _: run())
                 if result is not None and result.changed:
-                    check_graph(gm, context.effects)
-                    if result.prologue is not None:
-                        check_graph(result.prologue.graph, context.effects)
+                    check(result)
         except Exception as failure:
-            _restore(gm, saved)
+            for graph in saved:
+                _restore(graph)
             if self.options.strict:
                 raise
             error = f"{type(failure).__name__}: {failure}"
@@ -113,7 +147,7 @@ class Pipeline:
             milliseconds=(time.perf_counter() - start) * 1000,
             error=error,
             before=before if result.changed else None,
-            after=snapshot(gm) if snapshot and result.changed else None,
+            after=_show(graphs, snapshot) if result.changed else None,
             prologue=result.prologue,
             prologue_text=snapshot(result.prologue.graph) if snapshot and result.prologue else None,
         )
@@ -162,11 +196,15 @@ def _toolkit_sources() -> tuple[Path, ...]:
     return tuple(sorted(path for part in parts for path in part.glob("*.py")))
 
 
+def _show(graphs: Sequence[fx.GraphModule], snapshot: Snapshotter | None) -> str | None:
+    return "\n\n".join(snapshot(gm) for gm in graphs) if snapshot else None
+
+
 def _save(gm: fx.GraphModule) -> list[tuple[fx.GraphModule, fx.Graph]]:
     return [(module, copy_graph(module.graph)[0]) for module in bodies.graph_modules(gm)]
 
 
-def _restore(gm: fx.GraphModule, saved: list[tuple[fx.GraphModule, fx.Graph]]) -> None:
+def _restore(saved: list[tuple[fx.GraphModule, fx.Graph]]) -> None:
     for module, graph in saved:
         module.graph = graph
         module.recompile()

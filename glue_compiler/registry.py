@@ -12,6 +12,7 @@ _BUILT_IN = (
     "glue_compiler.passes.specialize_attention:SpecializeAttention",
     "glue_compiler.passes.hoist_metadata:HoistMetadata",
     "glue_compiler.passes.memoize_metadata:MemoizeMetadata",
+    "glue_compiler.passes.overlap_offload:OverlapOffload",
 )
 
 

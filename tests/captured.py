@@ -52,9 +52,9 @@ def compile_with_glue(
     """
     run = Run(None, Session())
 
-    def keep(gm, inputs, glue_options, uuid):
+    def keep(gm, inputs, glue_options, uuid, edit_pair=None):
         run.graphs.append(copy_of(gm))
-        return gm.forward if eager else hand_off(gm, inputs, glue_options, uuid)
+        return gm.forward if eager else hand_off(gm, inputs, glue_options, uuid, edit_pair)
 
     backend = GlueBackend(hand_off=keep, session=run.session)
     options = {"compiler": "aot_eager", "strict": True, **options}

@@ -22,6 +22,8 @@ def no_glue_variables(monkeypatch):
         "GLUE_COMPILER",
         "GLUE_HOIST_LIMIT",
         "GLUE_MEMOIZE_THRESHOLD",
+        "GLUE_OFFLOAD",
+        "GLUE_PINNED_LIMIT",
     ):
         monkeypatch.delenv(name, raising=False)
 

@@ -65,10 +65,18 @@ class GraphReport:
             "passes": [_pass_as_json(p) for p in self.passes],
         }
 
+    def add_passes(self, passes: list[PassReport]) -> None:
+        """What ran after the graph was handed on."""
+        self.passes += passes
+        self._trace(passes)
+
     def trace(self) -> None:
         """Write to torch's structured trace."""
+        self._trace(self.passes)
+
+    def _trace(self, passes: list[PassReport]) -> None:
         compat.trace_artifact("glue_passes", lambda: json.dumps(self.as_json()), encoding="json")
-        for p in self.passes:
+        for p in passes:
             for moment, text in p.texts().items():
                 compat.trace_artifact(f"glue_{p.name}_{moment}", text.__str__)
 
@@ -127,6 +135,13 @@ class Session:
                 self._write_graphs(self.folder, report, gm)
                 self._write_summary(self.folder)
 
+    def update_graph(self, report: GraphReport, added: list[PassReport]) -> None:
+        """``report``, which was added before, has the passes ``added`` too."""
+        with self._lock:
+            if self.folder is not None:
+                self._write_passes(self.folder, report, added)
+                self._write_summary(self.folder)
+
     def add_capture_event(self, event: CaptureEvent) -> None:
         with self._lock:
             self.capture_events.append(event)
@@ -142,12 +157,16 @@ class Session:
         }
 
     def _write_graphs(self, folder: Path, report: GraphReport, gm: fx.GraphModule) -> None:
+        self._write_passes(folder, report, report.passes)
+        if not any(p.changed for p in report.passes):
+            self._write(folder, f"graph_{report.id:03d}/00_unchanged.py", render_graph(gm))
+
+    def _write_passes(self, folder: Path, report: GraphReport, passes: list[PassReport]) -> None:
         changed = [p for p in report.passes if p.changed]
         for number, p in enumerate(changed, start=1):
-            for moment, text in p.texts().items():
-                self._write(folder, f"graph_{report.id:03d}/{number:02d}_{p.name}.{moment}.py", text)
-        if not changed:
-            self._write(folder, f"graph_{report.id:03d}/00_unchanged.py", render_graph(gm))
+            if p in passes:
+                for moment, text in p.texts().items():
+                    self._write(folder, f"graph_{report.id:03d}/{number:02d}_{p.name}.{moment}.py", text)
 
     def _write(self, folder: Path, name: str, text: str) -> None:
         path = folder / name

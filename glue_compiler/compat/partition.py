@@ -1,0 +1,73 @@
+"""AOTAutograd's partitioner, as the place where glue sees the forward and the backward graph of a training step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+Edit = Callable[[fx.GraphModule, fx.GraphModule, int], None]
+"""Changes a forward and a backward graph in place; the int is the number of forward outputs that are not saved."""
+
+
+class EditedPartition(torch._inductor.custom_graph_pass.CustomPartitionerFn):
+    """Partitions a joint graph as the user's partitioner does, or torch's min-cut one; ``edit`` then changes the pair.
+
+    The cache keys know it by ``key``, which must stand for all that ``edit`` does. Pickled, it is ``key`` alone:
+    a cache hit brings graphs that were edited already.
+    """
+
+    def __init__(self, key: bytes, edit: Edit | None = None, inner: Any = None) -> None:
+        self.key = key
+        self.edit = edit
+        self.inner = inner
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+        partition: Callable[..., Any] = self.inner or min_cut_rematerialization_partition
+        forward, backward = partition(gm, joint_inputs, **kwargs)
+        if self.edit is not None:
+            self.edit(forward, backward, kwargs["num_fwd_outputs"])
+        return forward, backward
+
+    def uuid(self) -> Any | None:
+        if self.inner is None:
+            return self.key
+        inner_uuid = getattr(self.inner, "uuid", lambda: None)()
+        return None if inner_uuid is None else (self.key, inner_uuid)  # None: the user's one asks not to be cached
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"key": self.key, "edit": None, "inner": None}
+
+
+KEEP_ORDER = {"reorder_for_peak_memory": False}
+"""Inductor options under which it keeps a graph's order: its peak-memory reordering does not know that a start returns
+before its copy has ended, and moves starts and waits."""
+
+
+def partition_patch(key: bytes, edit: Edit, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Inductor options that run ``edit`` on each pair, after the partitioner in ``options`` or Inductor's config."""
+    from torch._inductor import config
+
+    inner = options.get("custom_partitioner_fn", config.custom_partitioner_fn)
+    return {"custom_partitioner_fn": EditedPartition(key, edit, inner)}
+
+
+def compile_with_aot_eager(gm: fx.GraphModule, inputs: Sequence[Any], edit: Edit) -> Callable[..., Any]:
+    """``backend="aot_eager"`` with ``edit`` between partitioning and running the graphs' operators one by one."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.debugging import boxed_nop
+
+    compiler = aot_autograd(
+        fw_compiler=boxed_nop,
+        bw_compiler=boxed_nop,
+        partition_fn=EditedPartition(b"", edit),
+        keep_inference_input_mutations=True,
+    )
+    compiled: Callable[..., Any] = compiler(gm, list(inputs))
+    return compiled

@@ -1,0 +1,78 @@
+"""Operators that move a tensor to the host and back while the device computes.
+
+A graph holds them in pairs, ``offload_start``/``offload_wait`` in forward and ``reload_start``/``reload_wait`` in
+backward. They are functional, and their schemas say what aliases what: a wait returns its first operand, so whoever
+plans memory sees that the buffer lives on. ``after`` is read by nobody: it is a data dependency that keeps a compiler
+from moving the operator in front of whatever computes it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from glue_compiler.ops.copy_engine import engine
+
+# torch.library.custom_op cannot express a result that aliases an operand.
+_library = torch.library.Library("glue", "FRAGMENT")
+_TAGS = (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
+_library.define("offload_start(Tensor source, Tensor? after, int pinned_limit) -> Tensor", tags=_TAGS)
+_library.define("offload_wait(Tensor(a) host, Tensor source, Tensor? after) -> Tensor(a)", tags=_TAGS)
+_library.define("reload_start(Tensor host, Tensor? after, Device device) -> Tensor", tags=_TAGS)
+_library.define("reload_wait(Tensor(a) buffer, Tensor? after) -> Tensor(a)", tags=_TAGS)
+
+
+def offload_start(source: Tensor, after: Tensor | None, pinned_limit: int) -> Tensor:
+    """Start a copy of ``source`` to the host.
+
+    Args:
+        source: any sizes, dtype and strides, on any device.
+        after: any tensor, or None.
+        pinned_limit: bytes of page-locked memory that the pool may hold; negative: no limit.
+
+    Returns:
+        A host tensor of the same sizes and dtype, with the strides of ``torch.empty_like``. On an accelerator it may be
+        read only by ``reload_start``; ``source`` must live until ``offload_wait``.
+    """
+    return engine.start_offload(source, None if pinned_limit < 0 else pinned_limit)
+
+
+def offload_wait(host: Tensor, source: Tensor, after: Tensor | None) -> Tensor:
+    """Make the current stream wait for the copy that fills ``host``; the operand ``source`` is alive until here."""
+    engine.wait_offload(host)
+    return torch.ops.aten.alias(host)
+
+
+def reload_start(host: Tensor, after: Tensor | None, device: torch.device) -> Tensor:
+    """Start a copy of ``host`` to ``device``. The result may be read after ``reload_wait`` only."""
+    return engine.start_reload(host, device)
+
+
+def reload_wait(buffer: Tensor, after: Tensor | None) -> Tensor:
+    """Make the current stream wait for the copy that fills ``buffer``."""
+    engine.wait_reload(buffer)
+    return torch.ops.aten.alias(buffer)
+
+
+for _operator in (offload_start, offload_wait, reload_start, reload_wait):
+    _library.impl(_operator.__name__, _operator, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("glue::offload_start", lib=_library)
+def _(source: Tensor, after: Tensor | None, pinned_limit: int) -> Tensor:
+    return torch.empty_like(source, device="cpu")
+
+
+@torch.library.register_fake("glue::reload_start", lib=_library)
+def _(host: Tensor, after: Tensor | None, device: torch.device) -> Tensor:
+    return torch.empty_strided(host.size(), host.stride(), dtype=host.dtype, device=device)
+
+
+@torch.library.register_fake("glue::offload_wait", lib=_library)
+def _(host: Tensor, source: Tensor, after: Tensor | None) -> Tensor:
+    return torch.ops.aten.alias(host)
+
+
+@torch.library.register_fake("glue::reload_wait", lib=_library)
+def _(buffer: Tensor, after: Tensor | None) -> Tensor:
+    return torch.ops.aten.alias(buffer)

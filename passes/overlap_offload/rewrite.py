@@ -1,0 +1,89 @@
+"""Puts the copies of a schedule into the forward and the backward graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from glue_compiler import compat
+from glue_compiler.fx.training_pair import TrainingPair
+from glue_compiler.fx.values import value_of
+from glue_compiler.passes.overlap_offload.analysis import Move, Schedule
+
+_ops = torch.ops.glue
+
+
+def apply_schedule(pair: TrainingPair, schedule: Schedule, pinned_limit: int | None, buffers: int) -> dict[str, int]:
+    """Insert starts and waits; the saved values become host tensors in both graphs.
+
+    Returns the number of the region of each host tensor, by its name in both graphs.
+    """
+    limit = -1 if pinned_limit is None else pinned_limit
+    waits: list[list[fx.Node]] = []
+    for number, region in enumerate(schedule.moves):
+        # The copy that used this one's place must have been waited for: a data dependency, so no compiler undoes it.
+        free = waits[number - buffers][0] if number >= buffers else None
+        hosts = []
+        for move in region:
+            # Waits go in by the place of the start that needs them, so starts and waits at one place keep this order.
+            with pair.forward.graph.inserting_before(move.offload_start):
+                hosts.append(_call(pair.forward, _ops.offload_start.default, move.one.saved, free, limit))
+        done = []
+        for move, host in zip(region, hosts, strict=True):
+            with pair.forward.graph.inserting_before(move.offload_wait):
+                after = move.offload_after
+                done.append(_call(pair.forward, _ops.offload_wait.default, host, move.one.saved, after))
+        waits.append(done)
+    saved = {
+        move.one.saved: done
+        for region, ended in zip(schedule.moves, waits, strict=True)
+        for move, done in zip(region, ended, strict=True)
+    }
+    _return_instead(pair, saved)
+    for region in schedule.moves:
+        for move in region:
+            _reload(pair.backward, move, saved[move.one.saved])
+    pair.forward.recompile()
+    pair.backward.recompile()
+    return {host.name: number for number, ended in enumerate(waits) for host in ended}
+
+
+def _reload(gm: fx.GraphModule, move: Move, saved: fx.Node) -> None:
+    taken = move.one.taken
+    with gm.graph.inserting_before(taken):
+        host = gm.graph.placeholder(saved.name)
+    host.meta["val"] = value_of(saved)
+    device = value_of(taken).device
+    users = list(taken.users)
+    with gm.graph.inserting_before(move.reload_start):
+        start = _call(gm, _ops.reload_start.default, host, move.start_after, device)
+    with gm.graph.inserting_before(move.reload_wait):
+        wait = _call(gm, _ops.reload_wait.default, start, move.wait_after)
+    for user in users:
+        user.replace_input_with(taken, wait)
+    gm.graph.erase_node(taken)
+    assert host.name == saved.name, f"'{saved.name}' is a name of backward already"
+
+
+def _return_instead(pair: TrainingPair, saved: dict[fx.Node, fx.Node]) -> None:
+    output = pair.forward.graph.output_node()
+    (values,) = output.args
+    assert isinstance(values, tuple | list)
+    changed = [
+        saved.get(value, value) if place >= pair.num_outputs and isinstance(value, fx.Node) else value
+        for place, value in enumerate(values)
+    ]
+    output.args = (type(values)(changed),)
+
+
+def _call(gm: fx.GraphModule, target: Callable[..., Any], *args: Any) -> fx.Node:
+    node = gm.graph.call_function(target, args)
+    operands = [value_of(arg) if isinstance(arg, fx.Node) else arg for arg in args]
+    mode = compat.fake_mode_of(operands)
+    assert mode is not None
+    with mode:
+        node.meta["val"] = target(*operands)
+    return node

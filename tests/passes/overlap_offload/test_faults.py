@@ -1,0 +1,234 @@
+"""Training loops that are not one forward and one backward: gradients stay right and nothing is left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from glue_compiler.errors import GlueWarning
+from glue_compiler.ops import copy_engine
+from glue_compiler.ops.pinned_pool import PinnedPool
+from tests.captured import compile_with_glue
+from tests.passes.overlap_offload.models import Blocks, equal, gradients, step
+
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(3))
+Y = torch.randn(4, 8, generator=torch.Generator().manual_seed(4))
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    torch._dynamo.reset()
+    model = Blocks(5)
+    return model, compile_with_glue(model, offload="checkpoints").call
+
+
+@pytest.fixture(autouse=True)
+def clean_dynamo():
+    """The module's compiled model stays: this replaces the fixture that resets Dynamo."""
+
+
+@pytest.fixture
+def pool(monkeypatch):
+    pool = PinnedPool()
+    monkeypatch.setattr(copy_engine.engine, "pool", pool)
+    return pool
+
+
+def used(pool):
+    gc.collect()
+    return sum(not block.is_free for block in pool._blocks.values())
+
+
+def loss(call, x):
+    return call(x).square().sum()
+
+
+def test_host_memory_is_reused_from_step_to_step(compiled, pool):
+    model, call = compiled
+    expected = step(model, model, X)
+    for _ in range(3):
+        assert equal(step(call, model, X), expected)
+    assert len(pool._blocks) == 4
+    assert used(pool) == 0
+
+
+def test_a_forward_without_backward_leaves_nothing(compiled, pool):
+    model, call = compiled
+    call(X)
+    assert used(pool) == 0
+    assert equal(step(call, model, X), step(model, model, X))
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_two_forwards_then_two_backwards_in_either_order(compiled, pool, first):
+    model, call = compiled
+
+    def two(call):
+        model.zero_grad()
+        losses = [loss(call, X), loss(call, Y)]
+        losses[first].backward()
+        losses[1 - first].backward()
+        return gradients(model)
+
+    assert equal(two(call), two(model))
+    assert len(pool._blocks) == 8
+    assert used(pool) == 0
+
+
+def test_an_exception_in_mid_backward_then_a_clean_step(compiled, pool, monkeypatch):
+    model, call = compiled
+    expected = step(model, model, X)
+    start, calls = copy_engine.engine.start_reload, []
+
+    def fail_at_the_third(*args):
+        calls.append(args)
+        if len(calls) == 3:
+            raise RuntimeError("third reload")
+        return start(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(copy_engine.engine, "start_reload", fail_at_the_third)
+        with pytest.raises(RuntimeError, match="third reload"):
+            step(call, model, X)
+    calls.clear()
+    assert used(pool) == 0
+    assert copy_engine.engine.in_flight() == 0
+    assert equal(step(call, model, X), expected)
+
+
+def test_a_graph_that_is_retained_runs_backward_twice(compiled, pool):
+    model, _ = compiled
+
+    def twice(call):
+        model.zero_grad()
+        value = loss(call, X)
+        value.backward(retain_graph=True)
+        value.backward()
+        return gradients(model)
+
+    # A compiled graph may be retained as long as it donates no buffers.
+    with torch._functorch.config.patch(donated_buffer=False):
+        torch._dynamo.reset()
+        retained = compile_with_glue(model, offload="checkpoints").call
+        assert equal(twice(retained), twice(model))
+    assert used(pool) == 0
+
+
+def test_gradients_accumulate(compiled, pool):
+    model, call = compiled
+
+    def accumulate(call):
+        model.zero_grad()
+        for x in (X, Y, X):
+            loss(call, x).backward()
+        return gradients(model)
+
+    assert equal(accumulate(call), accumulate(model))
+
+
+def test_an_input_changed_in_place_after_the_forward(compiled, pool):
+    """The batch is a graph input: it is not moved, and what is moved was copied from values of the graph's own."""
+    model, call = compiled
+
+    def change(call):
+        model.zero_grad()
+        x = X.clone() * 1
+        value = loss(call, x)
+        with torch.no_grad():
+            x.data.mul_(2)
+        value.backward()
+        return gradients(model)[2:]  # the embedding's own gradient reads the batch, as eager code does
+
+    assert equal(change(call), change(model))
+
+
+def test_two_models_share_the_pool(compiled, pool):
+    model, call = compiled
+    other = Blocks(4)
+    other_call = compile_with_glue(other, offload="checkpoints").call
+    expected = step(model, model, X), step(other, other, Y)
+    for _ in range(2):
+        assert equal(step(call, model, X), expected[0])
+        assert equal(step(other_call, other, Y), expected[1])
+    assert len(pool._blocks) == 4
+
+
+def test_pinning_refused_warns_once_and_stays_right():
+    def refuse(nbytes, pinned):
+        if pinned:
+            raise RuntimeError("cannot lock pages")
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    pool = PinnedPool(refuse)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        hosts = [pool.take(X, pinned=True) for _ in range(3)]
+    assert [str(w.message) for w in caught if w.category is GlueWarning] != []
+    assert len([w for w in caught if w.category is GlueWarning]) == 1
+    assert "cannot lock pages" in str(caught[0].message)
+    assert len({host.data_ptr() for host in hosts}) == 3
+    assert pool.pinned_bytes() == 0
+
+
+def test_the_limit_on_pinned_memory_holds():
+    pool = PinnedPool(lambda nbytes, pinned: torch.empty(nbytes, dtype=torch.uint8))
+    first = pool.take(X, pinned=True, limit=200)
+    with pytest.warns(GlueWarning, match="limit of 200 bytes"):
+        pool.take(Y, pinned=True, limit=200)
+    assert pool.pinned_bytes() == 128
+    del first
+    pool.take(X[:1], pinned=True, limit=130)  # free memory of another size makes room
+    assert pool.pinned_bytes() == 32
+
+
+def test_a_view_keeps_its_block_in_use():
+    pool = PinnedPool()
+    view = pool.take(X, pinned=False)[1:].view(torch.uint8)
+    (block,) = pool._blocks.values()
+    assert not block.is_free
+    del view
+    assert block.is_free
+
+
+def test_reset_gives_host_memory_back(compiled, pool):
+    model = Blocks(3)
+    step(torch.compile(model, backend="glue", options={"offload": "checkpoints", "compiler": "aot_eager"}), model, X)
+    assert pool._blocks
+    torch.compiler.reset()
+    assert not pool._blocks
+
+
+def _ddp_worker(rank, port, queue):
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    results = []
+    for options in ({}, {"offload": "checkpoints"}):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = torch.nn.parallel.DistributedDataParallel(Blocks(4))
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))
+        call = torch.compile(model, backend="glue", options={"compiler": "aot_eager", **options})
+        results.append([tensor.tolist() for tensor in step(call, model, x)])
+    moved = copy_engine.engine.pool._blocks
+    queue.put((rank, results[0] == results[1], len(moved)))
+    dist.destroy_process_group()
+
+
+def test_two_processes_with_ddp_and_gloo():
+    context = torch.multiprocessing.get_context("spawn")
+    queue = context.SimpleQueue()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    port = store.port
+    del store
+    workers = [context.Process(target=_ddp_worker, args=(rank, port, queue)) for rank in range(2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(300)
+    assert [worker.exitcode for worker in workers] == [0, 0]
+    assert sorted(queue.get() for _ in workers) == [(0, True, 3), (1, True, 3)]

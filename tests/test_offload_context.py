@@ -1,0 +1,187 @@
+"""offload_checkpoints(): the same copies around eager checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import glue_compiler
+from glue_compiler.ops import copy_engine
+from tests.passes.overlap_offload.models import Blocks, equal, gradients, step
+
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.fixture
+def copies(monkeypatch):
+    """What the engine did, in order: ``("offload" | "drop" | "reload" | "wait", tensor's address)``."""
+    events = []
+    for name, method in {
+        "offload": "start_offload",
+        "drop": "wait_offload",
+        "reload": "start_reload",
+        "wait": "wait_reload",
+    }.items():
+        original = getattr(copy_engine.CopyEngine, method)
+
+        def record(self, tensor, *rest, name=name, original=original):
+            result = original(self, tensor, *rest)
+            events.append(name)
+            return result
+
+        monkeypatch.setattr(copy_engine.CopyEngine, method, record)
+    return events
+
+
+def in_context(model):
+    with glue_compiler.offload_checkpoints():
+        return step(model, model, X)
+
+
+def forward_in_context(model):
+    model.zero_grad()
+    with glue_compiler.offload_checkpoints():
+        out = model(X)
+    out.square().sum().backward()
+    return [out.detach(), *gradients(model)]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_all_inputs_but_the_last_move_and_no_bit_changes(copies, reentrant):
+    class Reentrant(Blocks):
+        def forward(self, x):
+            x = self.embed(x)
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=reentrant)
+            return self.head(x)
+
+    model = Reentrant(5)
+    expected = step(model, model, X)
+    assert equal(expected, forward_in_context(model))
+    assert copies.count("offload") == copies.count("reload") == 4
+    copies.clear()
+    assert equal(expected, in_context(model))
+    # Two are still on their way to the host when backward starts, and are used from where they are.
+    assert (copies.count("offload"), copies.count("reload")) == (4, 2)
+
+
+def test_layers_compiled_one_by_one(copies):
+    model = Blocks(4)
+    expected = step(model, model, X)
+    for block in model.blocks:
+        block.compile(backend="glue", options={"compiler": "aot_eager"})
+    assert equal(expected, in_context(model))
+    assert copies.count("offload") == 3
+
+
+def test_at_most_two_in_flight_and_two_alive(copies):
+    forward_in_context(Blocks(6))
+    in_flight = alive = most_in_flight = most_alive = 0
+    for event in copies:
+        in_flight += {"offload": 1, "drop": -1}.get(event, 0)
+        # take() waits once for each region; what it took before is done by then.
+        alive += event == "reload"
+        most_in_flight, most_alive = max(most_in_flight, in_flight), max(most_alive, alive)
+        alive -= event == "wait" and alive > 1
+    assert (most_in_flight, most_alive) == (2, 2)
+
+
+def test_the_next_reload_starts_before_this_ones_wait(copies):
+    forward_in_context(Blocks(4))
+    backward = copies[copies.index("reload") :]
+    # The last region's input stayed; taking it starts the reload of the one before.
+    assert [e for e in backward if e in ("reload", "wait")] == ["reload", "wait"] * 3 + ["wait"]
+
+
+def test_tables_that_need_no_gradient_and_leaves_stay(copies):
+    table, leaf = torch.randn(4, 8), torch.randn(4, 8, requires_grad=True)
+    x = leaf
+    with glue_compiler.offload_checkpoints():
+        for _ in range(3):
+            x = checkpoint(lambda x, t: (x * t).sin(), x, table, use_reentrant=False)
+        x.sum().backward()
+    assert copies.count("offload") == 1  # the middle one: the first is a leaf, the last is the last
+
+
+def test_values_saved_outside_of_checkpoints_stay(copies):
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 8))
+    in_context(model)
+    assert copies == []
+
+
+def test_an_input_changed_in_place_after_the_region_read_it_is_an_error(copies):
+    def forward():
+        x = torch.ones(4, 8, requires_grad=True) * 2
+        y = checkpoint(torch.sin, x, use_reentrant=False)
+        x.mul_(3)
+        return checkpoint(torch.sin, y, use_reentrant=False).sum() + checkpoint(torch.cos, y, use_reentrant=False).sum()
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"), glue_compiler.offload_checkpoints():
+        forward().backward()
+
+
+def test_a_change_after_the_copy_is_done_changes_nothing():
+    def run(context, change):
+        leaf = torch.ones(4, 8, requires_grad=True)
+        first = x = leaf * 2
+        with context:
+            for _ in range(5):
+                x = checkpoint(torch.sin, x, use_reentrant=False)
+        if change:
+            first.data.mul_(3)
+        x.sum().backward()
+        return leaf.grad
+
+    assert torch.equal(run(glue_compiler.offload_checkpoints(), True), run(contextlib.nullcontext(), False))
+
+
+def test_two_forwards_then_two_backwards_in_either_order():
+    model = Blocks(4)
+    for first in (0, 1):
+
+        def two(context, first=first):
+            model.zero_grad()
+            with context:
+                losses = [model(x).square().sum() for x in (X, 2 * X)]
+                losses[first].backward()
+                losses[1 - first].backward()
+            return gradients(model)
+
+        assert equal(two(contextlib.nullcontext()), two(glue_compiler.offload_checkpoints()))
+
+
+def test_a_forward_without_backward_and_a_failed_backward_leave_nothing(monkeypatch):
+    model = Blocks(4)
+    expected = step(model, model, X)
+    pool = copy_engine.engine.pool
+    with glue_compiler.offload_checkpoints():
+        model(X)
+
+    def stop(*_):
+        raise RuntimeError("stop")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(copy_engine.CopyEngine, "start_reload", stop)
+        with pytest.raises(RuntimeError, match="stop"):
+            in_context(model)
+    gc.collect()
+    assert all(block.is_free for block in pool._blocks.values())
+    assert equal(in_context(model), expected)
+
+
+def test_a_retained_graph_runs_backward_twice():
+    model = Blocks(3)
+
+    def twice(context):
+        model.zero_grad()
+        with context:
+            value = model(X).square().sum()
+        value.backward(retain_graph=True)
+        value.backward()
+        return gradients(model)
+
+    assert equal(twice(contextlib.nullcontext()), twice(glue_compiler.offload_checkpoints()))
