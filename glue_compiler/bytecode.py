@@ -42,7 +42,7 @@ def goes_to_the_next_iteration(instructions: Instructions, at: int, condition: b
     at = position[id(instructions[at].target)] if condition == name.endswith("IF_TRUE") else at + 1
     while loop.head < at < loop.end:
         instruction = instructions[at]
-        if instruction.opname.startswith("JUMP_") and "_IF_" not in instruction.opname:
+        if _is_jump(instruction):
             at = position[id(instruction.target)]
         elif instruction.opname in ("NOP", "NOT_TAKEN"):
             at += 1
@@ -54,16 +54,18 @@ def goes_to_the_next_iteration(instructions: Instructions, at: int, condition: b
 def leaves_nothing_behind(instructions: Instructions, loop: Loop, start: int) -> bool:
     """Is what the code from ``start`` to the end of an iteration does lost when the iteration ends?
 
-    It stores to local names alone, each on every way before it reads it, nothing else reads those names, and the only
+    It stores to local names alone, whatever runs afterwards stores such a name again before it reads it, and the only
     way out of it is the next iteration.
     """
     code = range(start, loop.end)
-    stored = {name for i in code for name in _local_names(instructions[i])[1]}
+    position = _position(instructions)
     if any(instructions[i].opname.startswith(_LEAVES_A_TRACE) for i in code):
         return False
-    if any(_local_names(instructions[i])[0] & stored for i in range(len(instructions)) if i not in code):
+    targets = {position[id(instructions[i].target)] for i in code if instructions[i].target is not None}
+    if not all(to in code or to == loop.head for to in targets) or not _is_jump(instructions[code[-1]]):
         return False
-    return _reads_only_what_it_stored(instructions, loop, code, stored)
+    stored = {name for i in code for name in _local_names(instructions[i])[1]}
+    return not _reads_before_it_stores(instructions, loop.head, stored)
 
 
 _LEAVES_A_TRACE = (
@@ -84,34 +86,36 @@ _LEAVES_A_TRACE = (
 )
 
 
-def _reads_only_what_it_stored(instructions: Instructions, loop: Loop, code: range, stored: set[str]) -> bool:
-    """Definite assignment: on every way through ``code``, a name of ``stored`` is set before it is read."""
+def _reads_before_it_stores(instructions: Instructions, start: int, names: set[str]) -> bool:
+    """Is there a way from ``start`` on which a name of ``names`` is read before it is stored?"""
     position = _position(instructions)
-    assigned: dict[int, set[str]] = {}
-    waiting = [(code.start, set[str]())]
+    stored_at: dict[int, set[str]] = {}
+    waiting = [(start, set[str]())]
     while waiting:
-        at, names = waiting.pop()
-        if at == loop.head:
-            continue  # the next iteration
-        if at not in code:
-            return False  # another way out
-        known = assigned.get(at)
-        if known is not None and known <= names:
+        at, stored = waiting.pop()
+        if at >= len(instructions):
             continue
-        names = names if known is None else names & known
-        assigned[at] = names
-        reads, writes = _local_names(instructions[at])
+        known = stored_at.get(at)
+        if known is not None and known <= stored:
+            continue
+        stored = stored if known is None else stored & known
+        stored_at[at] = stored
+        instruction = instructions[at]
+        reads, writes = _local_names(instruction)
         # The fused instructions of Python 3.13 that store and read, store first.
-        if (reads & stored) - names - writes:
-            return False
-        after = names | writes
-        name, target = instructions[at].opname, instructions[at].target
-        if target is not None:
-            waiting.append((position[id(target)], after))
-        is_jump = name.startswith("JUMP_") and "_IF_" not in name
-        if not is_jump and not name.startswith("RERAISE"):
+        if (reads & names) - stored - writes:
+            return True
+        after = stored | writes
+        if instruction.target is not None:
+            waiting.append((position[id(instruction.target)], after))
+        if not _is_jump(instruction) and not instruction.opname.startswith(("RETURN", "RAISE", "RERAISE")):
             waiting.append((at + 1, after))
-    return True
+    return False
+
+
+def _is_jump(instruction: Any) -> bool:
+    """Does it always jump?"""
+    return instruction.opname.startswith("JUMP_") and "_IF_" not in instruction.opname
 
 
 def _position(instructions: Instructions) -> dict[int, int]:

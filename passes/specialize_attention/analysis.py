@@ -78,9 +78,6 @@ def _visibility(
 
 
 def _replacement(site: AttentionSite, visibility: Visibility, compiler: Compiler) -> Replacement:
-    length = shape_of(site.query)[2]
-    if isinstance(length, int) and visibility.window >= length:
-        visibility = dataclasses.replace(visibility, window=-1)
     if not visibility.documents and visibility.window < 0:
         return Replacement(site, visibility, "causal" if visibility.is_causal else "unmasked")
     query, key, value = (value_of(node) for node in (site.query, site.grouped_key, site.grouped_value))

@@ -192,6 +192,12 @@ LEFT_ALONE = {
         "not proved to be sorted",
     ),
     "blocks of ids that are an input": (lambda ids: same(ids // 2) & causal(), [UNSORTED], "not proved to be sorted"),
+    "ids of the token before, the last token's for the first": (
+        lambda starts: same(starts.cumsum(-1)[0][tokens() - 1][None]) & causal(),
+        [STARTS],
+        "not proved to be sorted",
+    ),
+    "ids rounded to bf16": (lambda starts: same(starts.cumsum(-1).bfloat16()) & causal(), [STARTS], "not known"),
     "narrow integers": (
         lambda starts: same(starts.cumsum(-1, dtype=torch.int8)) & causal(),
         [STARTS],
