@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraint
 # Threads that spin while they wait take the core away from what they wait for, where cores are few or shared.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo test lint types clean
+.PHONY: demo test test-transformers4 lint types clean
 
 # torch goes first and pinned, so that nothing installed later chooses another build of it.
 $(VENV)/.installed: pyproject.toml setup.py constraints.txt
@@ -39,5 +39,12 @@ types: $(VENV)/.installed
 test: lint types
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
+# The loops that transformers 4 writes, in an environment of its own.
+test-transformers4:
+	$(PYTHON) -m venv $(VENV)4
+	$(VENV)4/bin/python -m pip install -q --disable-pip-version-check $(TORCH_INDEX) "$$(grep '^torch==' constraints.txt)"
+	$(VENV)4/bin/python -m pip install -q --disable-pip-version-check -c constraints-transformers4.txt -e . transformers pytest pytest-timeout
+	OMP_NUM_THREADS=1 $(VENV)4/bin/python -m pytest tests/passes/group_experts/test_transformers4_experts.py
+
 clean:
-	rm -rf $(VENV) .types build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)4 .types build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

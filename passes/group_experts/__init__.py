@@ -9,6 +9,7 @@ from torch import fx
 
 from glue_compiler.fx import bodies
 from glue_compiler.fx.value_numbering import number_values
+from glue_compiler.fx.values import unbacked_in, value_of
 from glue_compiler.graph_pass import Numerics, PassContext, PassResult, Skip, Stage
 from glue_compiler.passes.group_experts.analysis import plan_grouping
 from glue_compiler.passes.group_experts.fallback_products import fallback_products, replace_fallback
@@ -28,7 +29,7 @@ class GroupExperts:
     name: ClassVar[str] = "group_experts"
     stage: ClassVar[Stage] = Stage.CAPTURED
     numerics: ClassVar[Numerics] = Numerics.CLOSE
-    default: ClassVar[bool] = False
+    default: ClassVar[bool] = True
     requires: ClassVar[frozenset[str]] = frozenset()
     provides: ClassVar[frozenset[str]] = frozenset()
     conflicts: ClassVar[frozenset[str]] = frozenset()
@@ -40,6 +41,23 @@ class GroupExperts:
         counts: Counter[str] = Counter()
         skips: dict[Skip, None] = {}
         modules = list(bodies.graph_modules(graph))
+        if any(_has_rows_of_unknown_number(module) for module in modules):
+            self._group(graph, modules, context, counts, skips)
+        for module in modules:
+            for node in fallback_products(module):
+                replace_fallback(module, node, context.effects)
+                counts["fallbacks_replaced"] += 1
+        counts = +counts  # without zeros
+        return PassResult(changed=bool(counts), counts=dict(counts), skips=tuple(skips))
+
+    def _group(
+        self,
+        graph: fx.GraphModule,
+        modules: list[fx.GraphModule],
+        context: PassContext,
+        counts: Counter[str],
+        skips: dict[Skip, None],
+    ) -> None:
         numbers = number_values(graph, context.effects).numbers
         plans = [(module, plan_grouping(module, numbers, context.effects)) for module in modules]
         segment_plans = [(module, plan_segments(module, numbers, context.effects)) for module in modules]
@@ -60,9 +78,8 @@ class GroupExperts:
             counts["loops_grouped"] += len(segments.loops)
             counts["experts_grouped"] += sum(loop.num_experts for loop in segments.loops)
             skips.update(dict.fromkeys(segments.skips))
-        for module in modules:
-            for node in fallback_products(module):
-                replace_fallback(module, node, context.effects)
-                counts["fallbacks_replaced"] += 1
-        counts = +counts  # without zeros
-        return PassResult(changed=bool(counts), counts=dict(counts), skips=tuple(skips))
+
+
+def _has_rows_of_unknown_number(module: fx.GraphModule) -> bool:
+    """Every loop over experts has; most graphs have none, and need no closer look."""
+    return any(unbacked_in(value_of(node)) for node in module.graph.nodes)

@@ -108,9 +108,15 @@ class _Planner:
             key = storage_of(value_of(self.starts[sink.node]))
             by_accumulator[key, self._number(sink.rows.mask.selected)].append(sink)
         for same in by_accumulator.values():
-            for family in self._families(same):
-                loop = self._loop_or_skip(family)
-                (plan.skips if isinstance(loop, Skip) else plan.loops).append(loop)  # type: ignore[arg-type]
+            whole = self._loop_or_skip(same)
+            families = self._families(same) if isinstance(whole, Skip) else []
+            parts = [self._loop_or_skip(family) for family in families] if len(families) > 1 else [whole]
+            # Some experts grouped beside a loop over the others would save no sync.
+            loops = [part for part in parts if isinstance(part, ExpertLoop)]
+            if len(loops) == len(parts):
+                plan.loops += loops
+            elif isinstance(whole, Skip):
+                plan.skips.append(whole)
         claimed = {sink.rows.root for sink in sinks}
         for node in self.nodes:
             if node not in claimed and self.sets.row_set(node):

@@ -4,20 +4,10 @@ import pytest
 import torch
 
 from tests.captured import compile_with_glue, count
+from tests.passes.group_experts.model_sizes import GROUPS, LATENT, SMALL
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
-SMALL = {
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 64,
-    "max_position_embeddings": 64,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-}
 MODELS = {
     "mixtral": {"num_local_experts": 4},
     "qwen2_moe": {"num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
@@ -26,11 +16,22 @@ MODELS = {
     "gpt_oss": {"num_local_experts": 4, "head_dim": 8},
     "phimoe": {"num_local_experts": 4},
     "granitemoe": {"num_local_experts": 4},
+    "deepseek_v2": {**LATENT, **GROUPS, "topk_method": "greedy"},
+    "deepseek_v3": {**LATENT, **GROUPS},
+    "glm4_moe": {**GROUPS, "n_group": 1, "head_dim": 8},
+    "jamba": {
+        "num_experts": 4,
+        "expert_layer_period": 1,
+        "expert_layer_offset": 0,
+        "attn_layer_period": 1,
+        "attn_layer_offset": 0,
+        "use_mamba_kernels": False,
+    },
 }
 
 
 def model_of(name):
-    config = transformers.AutoConfig.for_model(name, **SMALL, **MODELS[name], num_experts_per_tok=2)
+    config = transformers.AutoConfig.for_model(name, **{**SMALL, **MODELS[name]}, num_experts_per_tok=2)
     model = transformers.AutoModelForCausalLM.from_config(
         config, experts_implementation="eager", attn_implementation="eager"
     )
