@@ -47,7 +47,8 @@ def compile_with_glue(
 ) -> Run:
     """``torch.compile(fn, backend="glue")`` through AOTAutograd (or ``eager``: the rewritten graph as it is).
 
-    memoize_metadata, which takes from a graph what most tests look for in it, is off unless ``passes`` says otherwise;
+    memoize_metadata, which takes from a graph what most tests look for in it, and group_experts, which lets Dynamo
+    capture what it could not, are off unless ``passes`` says otherwise;
     when it splits a graph, ``graphs`` has the prologue and then the rest.
     """
     run = Run(None, Session())
@@ -58,8 +59,8 @@ def compile_with_glue(
 
     backend = GlueBackend(hand_off=keep, session=run.session)
     options = {"compiler": "aot_eager", "strict": True, **options}
-    if "memoize_metadata" in registry.pass_names():
-        options["passes"] = {"memoize_metadata": False, **options.get("passes", {})}
+    off = dict.fromkeys({"memoize_metadata", "group_experts"} & set(registry.pass_names()), False)
+    options["passes"] = {**off, **options.get("passes", {})}
     run.call = torch.compile(fn, backend=backend, fullgraph=fullgraph, dynamic=dynamic, options=options)
     return run
 
