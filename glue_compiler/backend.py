@@ -9,7 +9,7 @@ from weakref import WeakSet
 
 from torch import fx
 
-from glue_compiler import capture, compat, registry
+from glue_compiler import capture, compat, expert_capture, registry
 from glue_compiler.fx import bodies
 from glue_compiler.fx.training_pair import TrainingPair
 from glue_compiler.graph_pass import Stage
@@ -51,6 +51,8 @@ class GlueBackend:
         report = GraphReport.of_captured(gm)
         is_shown = compat.trace_is_on() or (session is not None and session.folder is not None)
         report.passes += pipeline.run(gm, Stage.CAPTURED, render_graph if is_shown else None)
+        # Before anything is compiled: the frame is then converted again without the assumption.
+        expert_capture.check_proved(gm, (skip.reason for p in report.passes for skip in p.skips))
         report.nodes_after = bodies.count_nodes(gm)
         report.trace()
         if session:

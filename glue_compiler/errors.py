@@ -33,3 +33,10 @@ def unknown_name(kind: str, name: str, known: Iterable[str], *, list_as: str = "
     hint = f"; did you mean '{nearest[0]}'?" if nearest else "."
     shown = ", ".join(names) if len(names) <= 20 else ""
     return f"unknown {kind} '{name}'{hint}" + (f" {list_as}: {shown}." if shown else "")
+
+
+class GlueSpeculationError(GlueError):
+    """What was traced on the assumption that it changes nothing is not proved to; the frame is converted again.
+
+    Never reaches a user.
+    """

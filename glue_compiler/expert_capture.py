@@ -9,7 +9,7 @@ which marks the regions that it has proved; a frame with any other region is con
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
@@ -19,6 +19,8 @@ import torch
 from torch import fx
 
 from glue_compiler import bytecode, compat
+from glue_compiler.errors import GlueSpeculationError
+from glue_compiler.fx import bodies
 from glue_compiler.fx.values import value_of
 
 REGIONS = "glue_speculative_regions"
@@ -166,6 +168,18 @@ class SpeculativeRegions:
 
     def _running(self) -> list[SpeculativeRegion]:
         return [region for region in self.regions if region.is_running()]
+
+
+def check_proved(gm: fx.GraphModule, reasons: Iterable[str]) -> None:
+    """Raises GlueSpeculationError if ``gm`` holds code of a region that no pass has proved.
+
+    Args:
+        reasons: why not, as passes recorded it.
+    """
+    for node in (node for module in bodies.graph_modules(gm) for node in module.graph.nodes):
+        regions = (*node.meta.get(REGIONS, ()), *([node.meta[HITS]] if HITS in node.meta else []))
+        if not all(region.is_harmless for region in regions):
+            raise GlueSpeculationError("; ".join(reasons) or f"'{node.name}' is not proved to do nothing without rows")
 
 
 def _name(frame: Any, loop: bytecode.Loop) -> tuple[CodeType, int]:
