@@ -24,7 +24,14 @@ from glue_compiler.graph_pass import Skip
 from glue_compiler.passes.group_experts.expert_bodies import BodyMatcher
 from glue_compiler.passes.group_experts.left_alone import LeftAlone
 from glue_compiler.passes.group_experts.modes import Modes
-from glue_compiler.passes.group_experts.row_sets import SLOT, RowSet, RowSets, same_size, selects_each_once
+from glue_compiler.passes.group_experts.row_sets import (
+    SLOT,
+    RowSet,
+    RowSets,
+    as_many_rows,
+    same_size,
+    selects_each_once,
+)
 from glue_compiler.passes.group_experts.sinks import Sink, chain_starts, find_sink
 from glue_compiler.passes.group_experts.steps import Step
 
@@ -231,7 +238,7 @@ class _Planner:
             raise LeftAlone("the accumulator is not [tokens, width]", sink.node)
         if not accumulator.is_floating_point():
             raise LeftAlone("the accumulator is not floating point", sink.node)
-        if not same_size(shape[0], selected.shape[0]):
+        if not as_many_rows(shape[0], selected.shape[0]):
             raise LeftAlone("the accumulator has another number of rows than there are routed tokens", sink.node)
 
     @staticmethod

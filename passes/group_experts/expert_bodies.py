@@ -13,7 +13,7 @@ from glue_compiler.fx.effects import EffectAnalysis, Effects, Kind
 from glue_compiler.fx.values import expression, tensors_in, value_of
 from glue_compiler.passes.group_experts.expert_rows import ExpertRows, dependents
 from glue_compiler.passes.group_experts.left_alone import LeftAlone
-from glue_compiler.passes.group_experts.row_sets import SLOT, TOKEN, RowSet, RowSets, same_size
+from glue_compiler.passes.group_experts.row_sets import SLOT, TOKEN, RowSet, RowSets, as_many_rows
 from glue_compiler.passes.group_experts.row_wise import mixes_rows, out_of_place
 from glue_compiler.passes.group_experts.steps import (
     Gather,
@@ -168,7 +168,7 @@ class BodyMatcher:
             kinds, added_dims = kinds[:-1], added_dims + 1
         while len(kinds) > 1 and kinds[-1] == "all":
             kinds = kinds[:-1]
-        if not isinstance(value, torch.Tensor) or not same_size(value.shape[0], self._tokens()):
+        if not isinstance(value, torch.Tensor) or not as_many_rows(value.shape[0], self._tokens()):
             raise LeftAlone("the body gathers from a tensor with another number of rows than there are tokens", first)
         if not value.is_floating_point():
             raise LeftAlone("the body gathers from a tensor that is not floating point", first)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from glue_compiler.compat import equal_sizes
 from glue_compiler.fx.values import expression, value_of
 
 TOKEN, SLOT, EXPERT, ONE = "token", "slot", "expert", "one"
@@ -262,3 +263,8 @@ def _rank(node: fx.Node) -> int:
 def same_size(first: Any, second: Any) -> bool:
     """Equal as written: asks no symbol for its value, so it adds no guard."""
     return bool(expression(first) == expression(second))
+
+
+def as_many_rows(first: Any, second: Any) -> bool:
+    """Equal as written, or equal sizes of two inputs: then the graph is compiled for equal ones only."""
+    return same_size(first, second) or equal_sizes.equal_by_guard(first, second)

@@ -233,3 +233,16 @@ def test_other_backends_still_break_the_graph():
     torch._dynamo.utils.counters.clear()
     torch.compile(loop_h5, backend="aot_eager")(x, selected, *rest)
     assert sum(torch._dynamo.utils.counters["graph_break"].values()) > 0
+
+
+def test_a_module_alone_with_a_dynamic_number_of_tokens():
+    """Rows and selected experts are inputs of their own then; the graph holds for equally many of both."""
+    run = compiled(loop_h5)
+    for tokens in (5, 9, 7):
+        selected = torch.rand(tokens, EXPERTS).topk(2, dim=-1).indices
+        inputs = inputs_for(selected)
+        for tensor in (selected, *inputs[:2]):
+            torch._dynamo.mark_dynamic(tensor, 0)
+        assert_close_to_eager(loop_h5, run.call, selected, inputs)
+    assert len(run.graphs) == 1
+    assert_grouped(run)
