@@ -9,6 +9,7 @@ which marks the regions that it has proved; a frame with any other region is con
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from types import CodeType
@@ -27,6 +28,13 @@ REGIONS = "glue_speculative_regions"
 """Key in ``node.meta``: the speculative regions that the node was traced in."""
 HITS = "glue_unrolled_hits"
 """Key in ``node.meta`` of the nonzero that an unrolled loop iterates over."""
+
+
+MOST_EXPERTS = 2048
+"""Loops over more are left to Dynamo: each iteration is traced."""
+
+_GREATER = {torch.greater, torch.gt, operator.gt, "gt", "greater", "__gt__"}
+_SUM = {torch.sum, "sum"}
 
 
 @dataclass(eq=False)
@@ -215,7 +223,10 @@ def _indexes_past_the_end(node: fx.Node, index: int) -> bool:
 
 
 def _nonzero_of_a_vector(node: fx.Node) -> fx.Node | None:
-    """The node behind ``hit.nonzero()`` and ``hit.nonzero()[:]``, if ``hit`` has one dimension of known size."""
+    """The node behind ``hit.nonzero()`` and ``hit.nonzero()[:]``, if ``hit`` tells which sums are greater than zero.
+
+    Other vectors may be long, and nothing would be proved of a loop over their positions.
+    """
     while getattr(node.target, "__name__", "") == "getitem" and node.args[1] == slice(None):
         node = node.args[0]  # type: ignore[assignment]
     if node.target not in (torch.nonzero, "nonzero") or len(node.args) != 1 or node.kwargs.get("as_tuple", False):
@@ -223,4 +234,15 @@ def _nonzero_of_a_vector(node: fx.Node) -> fx.Node | None:
     value = value_of(node.args[0]) if isinstance(node.args[0], fx.Node) else None
     if not isinstance(value, torch.Tensor) or value.dim() != 1 or not isinstance(value.shape[0], int):
         return None
-    return node
+    return node if counted_sum(node) is not None and value.shape[0] <= MOST_EXPERTS else None
+
+
+def counted_sum(hits: fx.Node) -> fx.Node | None:
+    """The sum, for ``(sum > 0).nonzero()``."""
+    greater = hits.args[0]
+    if not isinstance(greater, fx.Node) or greater.target not in _GREATER or len(greater.args) != 2:
+        return None
+    total, zero = greater.args
+    if type(zero) is not int or zero != 0 or not isinstance(total, fx.Node):
+        return None
+    return total if total.target in _SUM else None

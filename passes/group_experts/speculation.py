@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import operator
-from typing import Any
-
-import torch
 from torch import fx
 
-from glue_compiler.expert_capture import HITS, REGIONS, NonEmptyBranch, SpeculativeRegion, UnrolledLoop
+from glue_compiler.expert_capture import HITS, REGIONS, NonEmptyBranch, SpeculativeRegion, UnrolledLoop, counted_sum
 from glue_compiler.fx.effects import EffectAnalysis, Kind
 from glue_compiler.fx.values import source_line, value_of
 from glue_compiler.graph_pass import Skip
 from glue_compiler.passes.group_experts.analysis import ExpertLoop
 from glue_compiler.passes.group_experts.row_sets import EXPERT, RowSets
 from glue_compiler.passes.group_experts.steps import Product, Stacked
-
-_GREATER = {torch.greater, torch.gt, operator.gt, "gt", "greater", "__gt__"}
-_SUM = {torch.sum, "sum"}
 
 
 def proved_regions(
@@ -102,16 +95,14 @@ def _asks_for_others(region: NonEmptyBranch, traced: list[fx.Node], loops: list[
 
 def _counted(hits: fx.Node) -> fx.Node | None:
     """``selected``, for ``(mask.sum(dims) > 0).nonzero()`` with its mask summed over all but the experts."""
-    greater: Any = hits.args[0]
-    if not isinstance(greater, fx.Node) or greater.target not in _GREATER or len(greater.args) != 2:
-        return None
-    total: Any = greater.args[0]
-    if greater.args[1] != 0 or not isinstance(total, fx.Node) or total.target not in _SUM:
+    total = counted_sum(hits)
+    if total is None:
         return None
     mask = RowSets().mask(total.args[0])
     dims = total.args[1] if len(total.args) > 1 else total.kwargs.get("dim")
     if mask is None or mask.expert is not None or not isinstance(dims, tuple | list):
         return None
     rank = len(mask.axes)
-    kept = [axis for i, axis in enumerate(mask.axes) if i not in {dim % rank for dim in dims}]
-    return mask.selected if kept == [EXPERT] and value_of(greater).dim() == 1 else None
+    summed = {dim % rank for dim in dims if isinstance(dim, int)}
+    kept = [axis for i, axis in enumerate(mask.axes) if i not in summed]
+    return mask.selected if kept == [EXPERT] and value_of(total).dim() == 1 else None

@@ -246,3 +246,19 @@ def test_a_module_alone_with_a_dynamic_number_of_tokens():
         assert_close_to_eager(loop_h5, run.call, selected, inputs)
     assert len(run.graphs) == 1
     assert_grouped(run)
+
+
+def test_a_loop_over_other_positions_is_not_traced_for_all():
+    """There may be thousands of them, and nothing would be proved."""
+
+    def loop(x):
+        total = torch.zeros(())
+        for position in (x > 0).nonzero():
+            total = total + x[position[0]]
+        return total
+
+    run = compile_with_glue(loop, fullgraph=False, passes={"group_experts": True})
+    x = torch.randn(50)
+    torch.testing.assert_close(run.call(x), loop(x))
+    assert not any("GlueSpeculationError" in event.reason for event in run.session.capture_events)
+    assert all(len(graph.graph.nodes) < 50 for graph in run.graphs)
