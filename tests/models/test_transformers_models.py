@@ -98,7 +98,7 @@ def test_it_compiles_matches_eager_and_reports_the_merged_nodes(build, at_least,
         torch._dynamo.reset()
         without = torch.compile(model, backend="glue", options={**options, "passes": {"hoist_metadata": False}})
         assert all(torch.equal(a, b) for a, b in zip(actual, step(model, without, inputs), strict=True))
-    merged = sum(report.passes[0].counts.get("merged", 0) for report in session.graphs)
+    merged = sum(p.counts.get("merged", 0) for report in session.graphs for p in report.passes)
     assert merged >= at_least
 
 
