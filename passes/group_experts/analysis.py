@@ -29,6 +29,7 @@ from glue_compiler.passes.group_experts.row_sets import (
     RowSet,
     RowSets,
     as_many_rows,
+    names_a_token_once,
     same_size,
     selects_each_once,
 )
@@ -219,12 +220,11 @@ class _Planner:
             autocast=self.modes.autocast_of(sinks[-1].node),
         )
 
-    @staticmethod
-    def _check_row_sets(sinks: list[Sink], top_k: int) -> None:
+    def _check_row_sets(self, sinks: list[Sink], top_k: int) -> None:
         """A token that is twice in a row set is added once by ``out[rows] += ...``, and once by a mask of tokens."""
         for sink in sinks:
-            once = sink.rows.names_a_token_once
-            if sink.rows.mask.any_slot and not selects_each_once(sink.rows.mask.selected):
+            once = names_a_token_once(sink.rows, self.effects)
+            if sink.rows.mask.any_slot and not selects_each_once(sink.rows.mask.selected, self.effects):
                 raise LeftAlone("a token may select an expert twice; that topk selected them would show it cannot")
             if sink.parts and not once:
                 raise LeftAlone("an assignment adds a token once that may select an expert twice", sink.node)

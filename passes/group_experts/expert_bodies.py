@@ -13,7 +13,7 @@ from glue_compiler.fx.effects import EffectAnalysis, Effects, Kind
 from glue_compiler.fx.values import expression, tensors_in, value_of
 from glue_compiler.passes.group_experts.expert_rows import ExpertRows, dependents
 from glue_compiler.passes.group_experts.left_alone import LeftAlone
-from glue_compiler.passes.group_experts.row_sets import SLOT, TOKEN, RowSet, RowSets, as_many_rows
+from glue_compiler.passes.group_experts.row_sets import SLOT, TOKEN, RowSet, RowSets, as_many_rows, names_a_token_once
 from glue_compiler.passes.group_experts.row_wise import mixes_rows, out_of_place
 from glue_compiler.passes.group_experts.steps import (
     Gather,
@@ -198,13 +198,16 @@ class BodyMatcher:
                 or not isinstance(product, fx.Node)
             ):
                 return None
-            if product.target not in _MULTIPLY or len(product.args) != 2 or not rows.names_a_token_once:
+            if product.target not in _MULTIPLY or len(product.args) != 2 or not names_a_token_once(rows, self.effects):
                 return None
             for weights, mask in (product.args, product.args[::-1]):
                 read = self.sets.mask(mask)
                 if read is not None and (read.axes, read.expert) == ((TOKEN, SLOT), rows.expert):
                     same = self._shared((read.selected, rows.mask.selected)) is not None
-                    found += [weights] if same and isinstance(weights, fx.Node) else []
+                    if same and isinstance(weights, fx.Node):
+                        found.append(weights)
+                        # Looked through, so what they read must not be written before the grouped form reads it.
+                        self.peeled.update({node, product, *read.nodes})
         first = value_of(found[0]) if len(found) == len(nodes) else None
         if not isinstance(first, torch.Tensor) or first.dtype != value_of(nodes[0]).dtype:
             return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,7 +100,7 @@ class RowCounts:
             return None
         if not self._is_zeros(base, node):
             return None
-        return Total(_numel(ids), exact=_names_each_once(ids))
+        return Total(_numel(ids), exact=_names_each_once(ids, self._effects))
 
     # -- memory
 
@@ -139,17 +139,22 @@ def _numel(node: Any) -> Any:
     return expression(value_of(node).numel())
 
 
-def _names_each_once(ids: fx.Node) -> bool:
+def _names_each_once(ids: fx.Node, effects: Mapping[fx.Node, Effects]) -> bool:
     """Are a token's experts different ones? They are if there is one, or if they are the indices of ``topk``."""
     shape = value_of(ids).shape
     if type(shape[-1]) is int and shape[-1] == 1:
         return True
     node: Any = ids
+    storages = set()
     while isinstance(node, fx.Node) and node.op == "call_method" and node.target in _SAME_INDICES:
         if _rank(node.args[0]) != len(shape):
             return False
+        storages.add(storage_of(value_of(node)))
         node = node.args[0]
     if not isinstance(node, fx.Node) or node.target is not operator.getitem or node.args[1] != 1:
+        return False
+    storages.add(storage_of(value_of(node)))
+    if any(storages & each.writes for each in effects.values()):
         return False
     top: Any = node.args[0]
     dim = top.args[2] if len(top.args) > 2 else top.kwargs.get("dim", -1)

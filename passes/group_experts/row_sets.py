@@ -7,6 +7,7 @@ any views of it; a row set is ``torch.where``/``nonzero`` of such a mask for one
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +15,8 @@ import torch
 from torch import fx
 
 from glue_compiler.compat import equal_sizes
-from glue_compiler.fx.values import expression, value_of
+from glue_compiler.fx.effects import Effects
+from glue_compiler.fx.values import expression, storage_of, value_of
 
 TOKEN, SLOT, EXPERT, ONE = "token", "slot", "expert", "one"
 _AXES_OF_SELECTED = {1: (TOKEN,), 2: (TOKEN, SLOT)}
@@ -62,11 +64,6 @@ class RowSet:
     def expert(self) -> int:
         assert self.mask.expert is not None
         return self.mask.expert
-
-    @property
-    def names_a_token_once(self) -> bool:
-        """Is no token in it twice?"""
-        return self.mask.any_slot or selects_each_once(self.mask.selected)
 
 
 @dataclass(frozen=True)
@@ -240,19 +237,26 @@ def _selects_one(item: Any) -> bool:
     return isinstance(item, slice) and type(item.start) is int and item.start >= 0 and item.stop == item.start + 1
 
 
-def selects_each_once(selected: fx.Node) -> bool:
+def names_a_token_once(rows: RowSet, effects: Mapping[fx.Node, Effects]) -> bool:
+    """Is no token twice in the row set?"""
+    return rows.mask.any_slot or selects_each_once(rows.mask.selected, effects)
+
+
+def selects_each_once(selected: fx.Node, effects: Mapping[fx.Node, Effects]) -> bool:
     """Are a token's experts different ones? They are if there is one, or if they are the indices of ``topk``."""
     shape = value_of(selected).shape
     if len(shape) == 1 or shape[-1] == 1:
         return True
-    node: Any = selected
-    while node.op == "call_method" and node.target in _SAME_VALUES:
-        node = node.args[0]
-    if node.target is not operator.getitem or node.args[1] != 1:
+    chain = [selected]
+    while chain[-1].op == "call_method" and chain[-1].target in _SAME_VALUES:
+        chain.append(chain[-1].args[0])  # type: ignore[arg-type]
+    if chain[-1].target is not operator.getitem or chain[-1].args[1] != 1:
         return False
-    top = node.args[0]
+    top: Any = chain[-1].args[0]
     dim = top.args[2] if len(top.args) > 2 else top.kwargs.get("dim", -1)
-    return top.target in _TOP_K and dim in (-1, len(shape) - 1)
+    storages = {storage_of(value_of(node)) for node in chain}
+    is_written = any(storages & each.writes for each in effects.values())
+    return top.target in _TOP_K and dim in (-1, len(shape) - 1) and not is_written
 
 
 def _rank(node: fx.Node) -> int:

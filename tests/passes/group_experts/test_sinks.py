@@ -122,6 +122,42 @@ def test_an_expert_that_may_be_selected_twice_is_left_alone(loop, monkeypatch):
     assert_left_alone(run, "twice")
 
 
+def test_weights_that_are_written_after_their_sum_are_left_alone():
+    def loop(x, scores, weights, gate_up, down):
+        selected = chosen(scores)[1]
+        weights = weights.clone()
+        total = [(weights * (selected == expert)).sum(-1) for expert in range(EXPERTS)]
+        weights.mul_(2)
+        out = torch.zeros_like(x)
+        for expert in range(EXPERTS):
+            mask = (selected == expert).any(-1)
+            out[mask] += total[expert][mask, None] * body(x[mask], gate_up, down, expert)
+        return out * weights.sum()
+
+    scores = torch.rand(11, EXPERTS)
+    run = compiled(loop)
+    with torch.no_grad():  # autograd itself refuses the write
+        inputs = [each.detach() for each in inputs_for(chosen(scores)[1])]
+        torch.testing.assert_close(run.call(inputs[0], scores, *inputs[1:]), loop(inputs[0], scores, *inputs[1:]))
+    assert_left_alone(run, "written while the loop runs")
+
+
+def test_topk_indices_that_are_written_prove_nothing():
+    def loop(x, scores, weights, gate_up, down):
+        selected = chosen(scores)[1]
+        selected.clamp_(max=1)
+        out = torch.zeros_like(x)
+        for expert in range(EXPERTS):
+            token, slot = torch.where(selected == expert)
+            out[token] += body(x[token], gate_up, down, expert) * weights[token, slot, None]
+        return out
+
+    scores = torch.rand(11, EXPERTS)
+    run = compiled(loop)
+    assert_close_to_eager(loop, run.call, scores, inputs_for(chosen(scores)[1]))
+    assert_left_alone(run, "twice")
+
+
 def assigned(make):
     def loop(x, selected, weights, gate_up, down):
         out = make(x)
