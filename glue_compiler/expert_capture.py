@@ -97,6 +97,7 @@ class SpeculativeRegions:
     shortened: frozenset[tuple[CodeType, int]] = frozenset()
     regions: list[SpeculativeRegion] = field(default_factory=list)
     _output: Any = None
+    _code: CodeType | None = None
 
     def all_harmless(self) -> bool:
         return all(region.is_harmless for region in self.regions)
@@ -113,7 +114,8 @@ class SpeculativeRegions:
 
     def _length(self, frame: Any, iterated: fx.Node) -> int | None:
         """How many iterations to trace of a loop over ``iterated``, or None to leave it to Dynamo."""
-        self._begin(frame)
+        if not self._is_ours(frame):
+            return None
         hits = _nonzero_of_a_vector(iterated)
         head = compat.loop_about_to_start(frame)
         if hits is None or head is None:
@@ -130,7 +132,8 @@ class SpeculativeRegions:
 
     def _decide(self, frame: Any, condition: Any) -> bool | None:
         """The value of a condition that tells no rows from some rows, when there are some; None for any other."""
-        self._begin(frame)
+        if not self._is_ours(frame):
+            return None
         count = _tells_zero(condition)
         at = compat.instruction_index(frame)
         loop = bytecode.enclosing_loop(frame.instructions, at) if count is not None and at is not None else None
@@ -147,10 +150,15 @@ class SpeculativeRegions:
         self.regions.append(NonEmptyBranch(frame, loop, at + 1, count=count))
         return not if_empty
 
-    def _begin(self, frame: Any) -> None:
-        if frame.output is not self._output:  # Dynamo starts again after a failed speculation
-            self._output = frame.output
-            self.regions.clear()
+    def _is_ours(self, frame: Any) -> bool:
+        """Not so of a frame that is converted while this one is compiled."""
+        if frame.output is not self._output:
+            code = compat.converted_code(frame)
+            if self._code not in (None, code):
+                return False
+            self._output, self._code = frame.output, code
+            self.regions.clear()  # Dynamo starts again after a failed speculation
+        return True
 
     def _created(self, thing: Any) -> None:
         for region in self._running():

@@ -27,7 +27,13 @@ from glue_compiler.compat.inductor import (
     inductor_option_names,
     is_inductor_option,
 )
-from glue_compiler.compat.loop_capture import instruction_index, known_index, loop_about_to_start, traced_iteration
+from glue_compiler.compat.loop_capture import (
+    converted_code,
+    instruction_index,
+    known_index,
+    loop_about_to_start,
+    traced_iteration,
+)
 from glue_compiler.compat.symbols import (
     fake_mode_of,
     fake_tensor_type,
@@ -60,6 +66,7 @@ __all__ = [
     "checked_inductor_option",
     "compile_with_aot_eager",
     "compile_with_inductor",
+    "converted_code",
     "copy_node_attributes",
     "current_compile_id",
     "dynamo_flags",

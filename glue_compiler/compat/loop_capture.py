@@ -144,6 +144,11 @@ def known_index(index: int) -> slice:
     return slice(index, index + 1, 1)
 
 
+def converted_code(frame: Any) -> Any:
+    """The code object of the frame that is being converted; ``frame`` may be one that was inlined into it."""
+    return frame.output.root_tx.f_code
+
+
 def instruction_index(frame: Any) -> int | None:
     """Index of the instruction that a Dynamo translator runs; None when it is done."""
     return frame.instruction_pointer - 1 if frame.instruction_pointer is not None else None
