@@ -82,9 +82,10 @@ class GlueBackend:
 
         engine.release()
 
-    def begin_frame(self, stored: Mapping[str, Any], code: CodeType) -> None:
-        self._pipeline_for(stored)  # wrong options and contracts are errors before anything is traced
+    def begin_frame(self, stored: Mapping[str, Any], code: CodeType) -> bool:
+        pipeline = self._pipeline_for(stored)  # wrong options and contracts are errors before anything is traced
         self.frames.add(code)
+        return any(p.proves_loops for p in pipeline.passes)
 
     def record_capture(self, stored: Mapping[str, Any], event: capture.CaptureEvent) -> None:
         session = self._session_for(self._pipeline_for(stored).options)

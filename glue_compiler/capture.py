@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from types import CodeType
 from typing import Any, Protocol
 
-from glue_compiler import compat, registry
+from glue_compiler import compat
 from glue_compiler.expert_capture import SpeculativeRegions
-from glue_compiler.options import parse_options
 
 log = logging.getLogger(__name__)
 
@@ -103,16 +102,15 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"
 
 
-def _groups_experts(stored: Mapping[str, Any]) -> bool:
-    options = parse_options(stored.get("options"), stored.get("mode"), registry.pass_names())
-    return any(p.name == "group_experts" and options.is_enabled(p.name, p.default) for p in registry.all_passes())
-
-
 class FrameOwner(Protocol):
     """A backend, as this module sees it."""
 
-    def begin_frame(self, stored: Mapping[str, Any], code: CodeType) -> None:
-        """Called before a frame is converted; raises GlueOptionError for wrong options."""
+    def begin_frame(self, stored: Mapping[str, Any], code: CodeType) -> bool:
+        """Called before a frame is converted; says whether its loops over experts are to be traced for all experts.
+
+        Raises:
+            GlueOptionError: for wrong options.
+        """
         ...
 
     def record_capture(self, stored: Mapping[str, Any], event: CaptureEvent) -> None: ...
@@ -122,8 +120,7 @@ def install(backend_class: type[FrameOwner]) -> None:
     """Make Dynamo convert the frames of ``backend_class``'s compiles through :func:`convert_frame`."""
 
     def hook(backend: FrameOwner, stored: Mapping[str, Any], code: CodeType, convert: Callable[[], Any]) -> Any:
-        backend.begin_frame(stored, code)
-        convert_one = convert_frame_with_loops if _groups_experts(stored) else convert_frame
+        convert_one = convert_frame_with_loops if backend.begin_frame(stored, code) else convert_frame
         return convert_one(convert, lambda event: backend.record_capture(stored, event))
 
     compat.install_frame_hook(lambda backend: isinstance(backend, backend_class), hook)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import enum
+from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from torch import fx
@@ -87,7 +88,7 @@ class PassContext:
         return self.effects.fake_mode.shape_env if self.effects.fake_mode is not None else None
 
 
-class GraphPass(Protocol):
+class GraphPass(ABC):
     """A rewrite. Holds no state: the same object runs on many graphs, from several threads.
 
     A pass is on by default when ``default`` is true; ``options={"passes": {name: bool}}`` and ``GLUE_DISABLE``
@@ -96,29 +97,36 @@ class GraphPass(Protocol):
     """
 
     name: ClassVar[str]
-    stage: ClassVar[Stage]
+    stage: ClassVar[Stage] = Stage.CAPTURED
     numerics: ClassVar[Numerics]
-    default: ClassVar[bool]
-    requires: ClassVar[frozenset[str]]
-    provides: ClassVar[frozenset[str]]
-    conflicts: ClassVar[frozenset[str]]
+    default: ClassVar[bool] = True
+    requires: ClassVar[frozenset[str]] = frozenset()
+    provides: ClassVar[frozenset[str]] = frozenset()
+    conflicts: ClassVar[frozenset[str]] = frozenset()
+    proves_loops: ClassVar[bool] = False
+    """Does it prove loops over experts, so that capture may trace them for all experts?"""
 
+    @abstractmethod
     def run(self, graph: fx.GraphModule, context: PassContext) -> PassResult:
         """Rewrite ``graph`` in place. May raise: the pipeline then restores the graph."""
-        ...
 
     def cache_options(self, options: GlueOptions) -> Any:
         """The part of ``options`` that this pass reads, as plain picklable data for the cache key."""
-        ...
+        return None
 
 
-class PairPass(GraphPass, Protocol):
+class PairPass(GraphPass):
     """A rewrite of the stage ``PARTITIONED``. ``run`` is not called."""
+
+    stage: ClassVar[Stage] = Stage.PARTITIONED
+
+    def run(self, graph: fx.GraphModule, context: PassContext) -> PassResult:
+        raise NotImplementedError(f"{self.name} works on the forward and backward graph together")
 
     def wants_pairs(self, options: GlueOptions) -> bool:
         """Is there anything to do under these options? If no pass wants it, glue leaves the partitioner alone."""
-        ...
+        return True
 
+    @abstractmethod
     def run_pair(self, pair: TrainingPair, context: PassContext) -> PassResult:
         """Rewrite the pair in place. May raise: the pipeline then restores both graphs."""
-        ...

@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
 
 from torch import fx
 
@@ -96,8 +95,7 @@ class Pipeline:
     @property
     def pair_passes(self) -> tuple[PairPass, ...]:
         """The passes that have something to do in the forward and backward graphs of a step."""
-        found = (cast(PairPass, p) for p in self.passes if p.stage is Stage.PARTITIONED)
-        return tuple(p for p in found if p.wants_pairs(self.options))
+        return tuple(p for p in self.passes if isinstance(p, PairPass) and p.wants_pairs(self.options))
 
     def uuid(self) -> bytes:
         """Identifies the enabled passes: their names, sources and the options they read."""

@@ -1,30 +1,27 @@
 """The pipeline: contracts, order, failures, checks."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from glue_compiler.errors import GlueContractError, GlueInvariantError, GlueWarning
 from glue_compiler.fx import bodies
-from glue_compiler.graph_pass import Numerics, PassResult, Skip, Stage
+from glue_compiler.graph_pass import GraphPass, Numerics, PassResult, Skip, Stage
 from glue_compiler.options import GlueOptions
 from glue_compiler.pipeline import Pipeline, _toolkit_sources, order_by_contract, pass_uuid
 from tests.captured import compile_with_glue
 
 
 def make_pass(name, run=None, requires=(), provides=(), conflicts=()):
-    return SimpleNamespace(
-        name=name,
-        stage=Stage.CAPTURED,
-        numerics=Numerics.BITWISE,
-        default=True,
-        requires=frozenset(requires),
-        provides=frozenset(provides),
-        conflicts=frozenset(conflicts),
-        run=run or (lambda graph, context: PassResult(changed=False)),
-        cache_options=lambda options: None,
-    )
+    class Made(GraphPass):
+        numerics = Numerics.BITWISE
+
+        def run(self, graph, context):
+            return run(graph, context) if run else PassResult(changed=False)
+
+    made = Made()
+    made.name = name
+    made.requires, made.provides, made.conflicts = frozenset(requires), frozenset(provides), frozenset(conflicts)
+    return made
 
 
 def order(*passes):

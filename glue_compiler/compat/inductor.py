@@ -92,8 +92,13 @@ class CacheKeyPass(torch._inductor.custom_graph_pass.CustomGraphPass):
             self.inner(graph)
 
     def uuid(self) -> Any | None:
-        if self.inner is None:
-            return self.key
-        inner_uuid = getattr(self.inner, "uuid", lambda: None)()
-        # None means "do not cache", which the user's own pass may ask for.
-        return None if inner_uuid is None else (self.key, inner_uuid)
+        return uuid_beside(self.key, self.inner)
+
+
+def uuid_beside(key: bytes, inner: Any) -> Any | None:
+    """The uuid of a custom pass or partitioner of ours that also runs the user's ``inner``, if there is one."""
+    if inner is None:
+        return key
+    inner_uuid = getattr(inner, "uuid", lambda: None)()
+    # None means "do not cache", which the user's own one may ask for.
+    return None if inner_uuid is None else (key, inner_uuid)

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from glue_compiler.compat.inductor import uuid_beside
+
 Edit = Callable[[fx.GraphModule, fx.GraphModule, int], None]
 """Changes a forward and a backward graph in place; the int is the number of forward outputs that are not saved."""
 
@@ -36,10 +38,7 @@ class EditedPartition(torch._inductor.custom_graph_pass.CustomPartitionerFn):
         return forward, backward
 
     def uuid(self) -> Any | None:
-        if self.inner is None:
-            return self.key
-        inner_uuid = getattr(self.inner, "uuid", lambda: None)()
-        return None if inner_uuid is None else (self.key, inner_uuid)  # None: the user's one asks not to be cached
+        return uuid_beside(self.key, self.inner)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"key": self.key, "edit": None, "inner": None}

@@ -10,10 +10,6 @@ def in_dispatch_mode() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0
 
 
-def is_functorch_wrapped(tensor: torch.Tensor) -> bool:
-    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-
-
 def stream_id(device: torch.device) -> int:
     """The current stream of a CUDA device in this thread, as a number that tells streams of one device apart."""
     return torch._C._cuda_getCurrentRawStream(device.index)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from glue_compiler import compat
 from glue_compiler.compat import runtime
 
 MAX_BATCHES = 4
@@ -44,7 +45,7 @@ def identity_of(values: Sequence[Any]) -> tuple[Any, ...] | None:
         if type(value) is int:
             identity.append(value)
             continue
-        if type(value) not in _PLAIN or runtime.is_functorch_wrapped(value):
+        if type(value) not in _PLAIN or compat.is_functorch_wrapped(value):
             return None
         if value.is_inference() or value.is_neg():
             return None

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import fx
 
 from glue_compiler.fx import bodies
 from glue_compiler.fx.value_numbering import number_values
 from glue_compiler.fx.values import unbacked_in, value_of
-from glue_compiler.graph_pass import Numerics, PassContext, PassResult, Skip, Stage
+from glue_compiler.graph_pass import GraphPass, Numerics, PassContext, PassResult, Skip
 from glue_compiler.passes.group_experts.analysis import plan_grouping
 from glue_compiler.passes.group_experts.fallback_products import fallback_products, replace_fallback
 from glue_compiler.passes.group_experts.rewrite import erase_dead_counts, group
@@ -19,7 +19,7 @@ from glue_compiler.passes.group_experts.segments import plan_segments
 from glue_compiler.passes.group_experts.speculation import proved_regions
 
 
-class GroupExperts:
+class GroupExperts(GraphPass):
     """Compute all experts of a loop at once: no ``nonzero`` or piece for each expert, and no host sync.
 
     Counts: ``loops_grouped``, ``experts_grouped`` (over all loops), ``fallbacks_replaced`` (transformers' operator
@@ -27,15 +27,8 @@ class GroupExperts:
     """
 
     name: ClassVar[str] = "group_experts"
-    stage: ClassVar[Stage] = Stage.CAPTURED
     numerics: ClassVar[Numerics] = Numerics.CLOSE
-    default: ClassVar[bool] = True
-    requires: ClassVar[frozenset[str]] = frozenset()
-    provides: ClassVar[frozenset[str]] = frozenset()
-    conflicts: ClassVar[frozenset[str]] = frozenset()
-
-    def cache_options(self, options: Any) -> Any:
-        return None
+    proves_loops: ClassVar[bool] = True
 
     def run(self, graph: fx.GraphModule, context: PassContext) -> PassResult:
         counts: Counter[str] = Counter()

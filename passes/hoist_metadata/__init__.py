@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 from torch import fx
 
 from glue_compiler.fx.value_numbering import number_values
-from glue_compiler.graph_pass import Numerics, PassContext, PassResult, Skip, Stage
+from glue_compiler.graph_pass import GraphPass, Numerics, PassContext, PassResult, Skip
 from glue_compiler.passes.hoist_metadata.analysis import plan_hoisting
 from glue_compiler.passes.hoist_metadata.rewrite import apply_plan
 
 
-class HoistMetadata:
+class HoistMetadata(GraphPass):
     """Compute equal values once per graph, and outside of checkpoint bodies.
 
     Counts: ``merged`` nodes that repeated an earlier one, ``lifted`` values that moved out of bodies, ``replaced``
@@ -22,12 +22,8 @@ class HoistMetadata:
     """
 
     name: ClassVar[str] = "hoist_metadata"
-    stage: ClassVar[Stage] = Stage.CAPTURED
     numerics: ClassVar[Numerics] = Numerics.BITWISE
-    default: ClassVar[bool] = True
-    requires: ClassVar[frozenset[str]] = frozenset()
     provides: ClassVar[frozenset[str]] = frozenset({"metadata_unique"})
-    conflicts: ClassVar[frozenset[str]] = frozenset()
 
     def cache_options(self, options: Any) -> Any:
         return options.hoist_limit

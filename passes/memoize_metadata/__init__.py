@@ -7,12 +7,12 @@ from typing import Any, ClassVar
 from torch import fx
 
 from glue_compiler.fx.value_numbering import number_values
-from glue_compiler.graph_pass import Numerics, PassContext, PassResult, Stage
+from glue_compiler.graph_pass import GraphPass, Numerics, PassContext, PassResult
 from glue_compiler.passes.memoize_metadata.analysis import plan_prologue
 from glue_compiler.passes.memoize_metadata.rewrite import split_off
 
 
-class MemoizeMetadata:
+class MemoizeMetadata(GraphPass):
     """Split off what depends on integer inputs alone, so that it runs once per batch and not in every call.
 
     Counts: ``prologue_nodes`` operators that moved, ``results`` handed to the rest, ``syncs_memoized`` host syncs of
@@ -20,12 +20,7 @@ class MemoizeMetadata:
     """
 
     name: ClassVar[str] = "memoize_metadata"
-    stage: ClassVar[Stage] = Stage.CAPTURED
     numerics: ClassVar[Numerics] = Numerics.BITWISE
-    default: ClassVar[bool] = True
-    requires: ClassVar[frozenset[str]] = frozenset()
-    provides: ClassVar[frozenset[str]] = frozenset()
-    conflicts: ClassVar[frozenset[str]] = frozenset()
 
     def cache_options(self, options: Any) -> Any:
         return options.memoize_threshold

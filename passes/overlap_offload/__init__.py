@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from torch import fx
-
 import glue_compiler.ops.offload  # noqa: F401  a graph from the cache calls the operators, and no pass runs for it
-from glue_compiler.graph_pass import Numerics, PassContext, PassResult, Skip, Stage
+from glue_compiler.graph_pass import Numerics, PairPass, PassContext, PassResult, Skip
 from glue_compiler.passes.overlap_offload.analysis import find_saved_inputs, schedule_moves
 from glue_compiler.passes.overlap_offload.checker import check_offload
 from glue_compiler.passes.overlap_offload.plan import plan_offload
@@ -19,7 +17,7 @@ if TYPE_CHECKING:
 BUFFERS = 2
 
 
-class OverlapOffload:
+class OverlapOffload(PairPass):
     """Move the saved inputs of checkpointed regions to the host, with copies that overlap with compute.
 
     Off unless ``options={"offload": "checkpoints"}`` asks for it. Counts: ``regions`` found, ``moved`` tensors,
@@ -27,21 +25,13 @@ class OverlapOffload:
     """
 
     name: ClassVar[str] = "overlap_offload"
-    stage: ClassVar[Stage] = Stage.PARTITIONED
     numerics: ClassVar[Numerics] = Numerics.BITWISE
-    default: ClassVar[bool] = True
-    requires: ClassVar[frozenset[str]] = frozenset()
-    provides: ClassVar[frozenset[str]] = frozenset()
-    conflicts: ClassVar[frozenset[str]] = frozenset()
 
     def cache_options(self, options: Any) -> Any:
         return options.offload, options.pinned_limit
 
     def wants_pairs(self, options: Any) -> bool:
         return options.offload is not None
-
-    def run(self, graph: fx.GraphModule, context: PassContext) -> PassResult:
-        raise NotImplementedError("overlap_offload works on the forward and backward graph together")
 
     def run_pair(self, pair: TrainingPair, context: PassContext) -> PassResult:
         if context.options.inductor.get("triton.cudagraphs"):

@@ -8,24 +8,20 @@ from torch import fx
 
 from glue_compiler.fx.index_expressions import IndexReader
 from glue_compiler.fx.value_numbering import number_values
-from glue_compiler.graph_pass import Numerics, PassContext, PassResult, Stage
+from glue_compiler.graph_pass import GraphPass, Numerics, PassContext, PassResult
 from glue_compiler.passes.specialize_attention.analysis import plan_attention
 from glue_compiler.passes.specialize_attention.rewrite import apply_plan
 
 
-class SpecializeAttention:
+class SpecializeAttention(GraphPass):
     """Compute attention without its mask, where the mask is proved to say what a kernel knows by itself.
 
     Counts: ``unmasked``, ``causal`` and ``packed`` attentions by the form that they took, ``nodes_erased``.
     """
 
     name: ClassVar[str] = "specialize_attention"
-    stage: ClassVar[Stage] = Stage.CAPTURED
     numerics: ClassVar[Numerics] = Numerics.CLOSE
     default: ClassVar[bool] = False
-    requires: ClassVar[frozenset[str]] = frozenset()
-    provides: ClassVar[frozenset[str]] = frozenset()
-    conflicts: ClassVar[frozenset[str]] = frozenset()
 
     def cache_options(self, options: Any) -> Any:
         return (options.compiler, tuple(sorted(options.assume.items())))
