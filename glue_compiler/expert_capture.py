@@ -22,6 +22,7 @@ from torch import fx
 from glue_compiler import bytecode, compat
 from glue_compiler.errors import GlueSpeculationError
 from glue_compiler.fx import bodies
+from glue_compiler.fx.spellings import SUM
 from glue_compiler.fx.values import value_of
 
 REGIONS = "glue_speculative_regions"
@@ -34,7 +35,6 @@ MOST_EXPERTS = 2048
 """Loops over more are left to Dynamo: each iteration is traced."""
 
 _GREATER = {torch.greater, torch.gt, operator.gt, "gt", "greater", "__gt__"}
-_SUM = {torch.sum, "sum"}
 
 
 @dataclass(eq=False)
@@ -253,4 +253,4 @@ def counted_sum(hits: fx.Node) -> fx.Node | None:
     total, zero = greater.args
     if type(zero) is not int or zero != 0 or not isinstance(total, fx.Node):
         return None
-    return total if total.target in _SUM else None
+    return total if total.target in SUM else None

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from glue_compiler.fx.effects import EffectAnalysis, Effects, Kind
+from glue_compiler.fx.spellings import EMPTY, ZEROS
 from glue_compiler.fx.values import (
     expression,
     requires_grad,
@@ -31,13 +32,10 @@ from glue_compiler.passes.group_experts.row_sets import (
     as_many_rows,
     names_a_token_once,
     same_size,
-    selects_each_once,
 )
+from glue_compiler.passes.group_experts.selected_experts import are_distinct
 from glue_compiler.passes.group_experts.sinks import Sink, chain_starts, find_sink
 from glue_compiler.passes.group_experts.steps import Step
-
-_ZEROS = {torch.zeros, torch.zeros_like, "new_zeros"}
-_EMPTY = {torch.empty, torch.empty_like, "new_empty"}
 
 
 @dataclass(frozen=True)
@@ -228,7 +226,7 @@ class _Planner:
         """A token that is twice in a row set is added once by ``out[rows] += ...``, and once by a mask of tokens."""
         for sink in sinks:
             once = names_a_token_once(sink.rows, self.effects)
-            if sink.rows.mask.any_slot and not selects_each_once(sink.rows.mask.selected, self.effects):
+            if sink.rows.mask.any_slot and not are_distinct(sink.rows.mask.selected, self.effects):
                 raise LeftAlone("a token may select an expert twice; that topk selected them would show it cannot")
             if sink.parts and not once:
                 raise LeftAlone("an assignment adds a token once that may select an expert twice", sink.node)
@@ -313,8 +311,8 @@ class _Planner:
             # In place, what follows the loop may use any of them: they are one tensor.
             if any(user not in mine and (self.position[user] < end or not sink.in_place) for user in sink.node.users):
                 raise LeftAlone("the loop's accumulator is read between its experts", sink.node)
-        made_for_it = not touched_before and accumulator.target in _ZEROS
-        if not sinks[0].adds and not made_for_it and (touched_before or accumulator.target not in _EMPTY):
+        made_for_it = not touched_before and accumulator.target in ZEROS
+        if not sinks[0].adds and not made_for_it and (touched_before or accumulator.target not in EMPTY):
             raise LeftAlone("tokens of no expert keep what was in the tensor that is assigned to", sinks[0].node)
         return made_for_it or not sinks[0].adds
 

@@ -12,13 +12,13 @@ from torch import fx
 import glue_compiler.ops  # noqa: F401  registers torch.ops.glue
 from glue_compiler.expert_capture import HITS, SpeculativeRegion
 from glue_compiler.fx.effects import EffectAnalysis
+from glue_compiler.fx.spellings import MULTIPLY
 from glue_compiler.fx.values import value_of
 from glue_compiler.passes.group_experts.analysis import ExpertLoop
 from glue_compiler.passes.group_experts.grouped_body import Emitter, GroupedBody
 from glue_compiler.passes.group_experts.steps import Gather, Row, RowWise, SlotWeight, Step, rows_of
 
 _glue = torch.ops.glue
-_MULTIPLY = {torch.mul, operator.mul, "mul", "__mul__", "multiply"}
 _CAST = {"to", "float", "type_as"}
 
 
@@ -111,7 +111,7 @@ class _Grouped(GroupedBody):
         if isinstance(step, RowWise) and step.target in _CAST and isinstance(step.args[0], Row):
             last = step.args[0].step
             step = steps[last]
-        if isinstance(step, RowWise) and step.target in _MULTIPLY and len(step.args) == 2 and not step.kwargs:
+        if isinstance(step, RowWise) and step.target in MULTIPLY and len(step.args) == 2 and not step.kwargs:
             for rows, factor in (step.args, step.args[::-1]):
                 if not isinstance(rows, Row) or not isinstance(factor, Row):
                     continue

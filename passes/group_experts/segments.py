@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from glue_compiler.fx.effects import EffectAnalysis, Effects, Kind
+from glue_compiler.fx.spellings import CAT, EMPTY, ZEROS
 from glue_compiler.fx.values import expression, source_line, storage_of, storages_of, tensors_in, value_of
 from glue_compiler.graph_pass import Skip
 from glue_compiler.passes.group_experts.boundaries import Boundaries, Boundary
@@ -25,10 +26,6 @@ from glue_compiler.passes.group_experts.row_counts import RowCounts, Total
 from glue_compiler.passes.group_experts.segment_bodies import Segment, SegmentBodies
 from glue_compiler.passes.group_experts.segment_numbers import SegmentNumbers
 from glue_compiler.passes.group_experts.steps import Product, Step
-
-_CAT = {torch.cat, torch.concat, torch.concatenate}
-_ZEROS = {torch.zeros, torch.zeros_like, "new_zeros"}
-_EMPTY = {torch.empty, torch.empty_like, "new_empty"}
 
 
 @dataclass(frozen=True)
@@ -263,7 +260,7 @@ class _Planner:
                 "the row counts are not known to be counts of the rows; counts that the same graph makes with one_hot "
                 "and sum, or pieces made by split, would show that they are"
             )
-        if not writes or writes[0].into.target not in _ZEROS:
+        if not writes or writes[0].into.target not in ZEROS:
             raise LeftAlone(
                 "the pieces may end before the rows do, and the result has no zeros there; counts of topk's indices "
                 "would show that they do not"
@@ -292,7 +289,7 @@ class _Planner:
         if not writes:
             return
         into = value_of(writes[0].into)
-        if writes[0].into.target not in _ZEROS | _EMPTY:
+        if writes[0].into.target not in ZEROS | EMPTY:
             raise LeftAlone("the results are written to a tensor that is not fresh, of zeros or empty", last)
         if not into.is_floating_point() or into.device != given.device:
             raise LeftAlone("the results are written to a tensor of integers, or on another device", last)
@@ -348,7 +345,7 @@ class _Planner:
 
 def _joined(node: fx.Node) -> list[fx.Node]:
     """The tensors that a ``cat`` puts behind each other."""
-    if node.target not in _CAT or not node.args or not isinstance(node.args[0], tuple | list):
+    if node.target not in CAT or not node.args or not isinstance(node.args[0], tuple | list):
         return []
     dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
     parts = list(node.args[0])

@@ -9,7 +9,7 @@ from glue_compiler.fx.effects import EffectAnalysis, Kind
 from glue_compiler.fx.values import source_line, value_of
 from glue_compiler.graph_pass import Skip
 from glue_compiler.passes.group_experts.analysis import ExpertLoop
-from glue_compiler.passes.group_experts.row_sets import EXPERT, RowSets
+from glue_compiler.passes.group_experts.row_sets import RowSets, counts_by_expert
 from glue_compiler.passes.group_experts.steps import Product, Stacked
 
 
@@ -96,13 +96,5 @@ def _asks_for_others(region: NonEmptyBranch, traced: list[fx.Node], loops: list[
 def _counted(hits: fx.Node) -> fx.Node | None:
     """``selected``, for ``(mask.sum(dims) > 0).nonzero()`` with its mask summed over all but the experts."""
     total = counted_sum(hits)
-    if total is None:
-        return None
-    mask = RowSets().mask(total.args[0])
-    dims = total.args[1] if len(total.args) > 1 else total.kwargs.get("dim")
-    if mask is None or mask.expert is not None or not isinstance(dims, tuple | list):
-        return None
-    rank = len(mask.axes)
-    summed = {dim % rank for dim in dims if isinstance(dim, int)}
-    kept = [axis for i, axis in enumerate(mask.axes) if i not in summed]
-    return mask.selected if kept == [EXPERT] and value_of(total).dim() == 1 else None
+    mask = counts_by_expert(total, RowSets()) if total is not None else None
+    return mask.selected if mask is not None else None
