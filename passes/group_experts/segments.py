@@ -8,20 +8,20 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from glue_compiler.fx.effects import EffectAnalysis, Effects, Kind
+from glue_compiler.fx.effects import EffectAnalysis, Kind
 from glue_compiler.fx.spellings import CAT, EMPTY, ZEROS
-from glue_compiler.fx.values import expression, source_line, storage_of, storages_of, tensors_in, value_of
+from glue_compiler.fx.values import expression, source_line, storage_of, storages_of, value_of
 from glue_compiler.graph_pass import Skip
 from glue_compiler.passes.group_experts.boundaries import Boundaries, Boundary
 from glue_compiler.passes.group_experts.left_alone import LeftAlone
-from glue_compiler.passes.group_experts.modes import Modes
 from glue_compiler.passes.group_experts.pieces import Extent, Piece, PieceRows, Pieces, Write
+from glue_compiler.passes.group_experts.planner import LoopPlanner, Plan, skip_at
 from glue_compiler.passes.group_experts.row_counts import RowCounts, Total
 from glue_compiler.passes.group_experts.segment_bodies import Segment, SegmentBodies
 from glue_compiler.passes.group_experts.segment_numbers import SegmentNumbers
@@ -67,13 +67,7 @@ class SegmentLoop:
         return self.writes[0].into if self.writes else self.last
 
 
-@dataclass
-class SegmentPlan:
-    loops: list[SegmentLoop] = field(default_factory=list)
-    skips: list[Skip] = field(default_factory=list)
-
-
-def plan_segments(gm: fx.GraphModule, numbers: dict[fx.Node, int], analysis: EffectAnalysis) -> SegmentPlan:
+def plan_segments(gm: fx.GraphModule, numbers: dict[fx.Node, int], analysis: EffectAnalysis) -> Plan[SegmentLoop]:
     """Plan for one graph (bodies of its higher-order operators are graphs of their own).
 
     Args:
@@ -83,7 +77,7 @@ def plan_segments(gm: fx.GraphModule, numbers: dict[fx.Node, int], analysis: Eff
     found = Pieces(boundaries)
     pieces = [piece for node in gm.graph.nodes if (piece := found.piece(node))]
     if not pieces:
-        return SegmentPlan()
+        return Plan[SegmentLoop]()
     return _Planner(gm, numbers, analysis, boundaries, found, pieces).run()
 
 
@@ -97,7 +91,7 @@ def counts_rows_of(value: Any, loop: SegmentLoop, numbers: dict[fx.Node, int]) -
     return boundary is not None and boundary in loop.row_counts
 
 
-class _Planner:
+class _Planner(LoopPlanner):
     def __init__(
         self,
         gm: fx.GraphModule,
@@ -107,12 +101,7 @@ class _Planner:
         found: Pieces,
         pieces: Sequence[Piece],
     ) -> None:
-        self.nodes = list(gm.graph.nodes)
-        self.position = {node: i for i, node in enumerate(self.nodes)}
-        self.numbers = numbers
-        self.analysis = analysis
-        self.effects: dict[fx.Node, Effects] = {node: analysis.of(gm, node) for node in self.nodes}
-        self.modes = Modes(self.nodes, self.effects)
+        super().__init__(gm, numbers, analysis)
         self.row_counts = RowCounts(self.nodes, self.effects)
         self.boundaries = boundaries
         self.pieces = {piece.node: piece for piece in pieces}
@@ -121,8 +110,8 @@ class _Planner:
         self.writes = [write for node in self.nodes if (write := found.write(node))]
         self.ends = {write.node for write in self.writes} | {node for node in self.nodes if _joined(node)}
 
-    def run(self) -> SegmentPlan:
-        plan = SegmentPlan()
+    def run(self) -> Plan[SegmentLoop]:
+        plan = Plan[SegmentLoop]()
         matched: set[fx.Node] = set()
         for results, writes, last in self._candidates():
             rows = [self._rows(node, expert) for expert, node in enumerate(results)]
@@ -134,8 +123,7 @@ class _Planner:
                 plan.loops.append(loop)
                 self.equal_sizes.setdefault(*(self._size(value_of(n).shape[0]) for n in (loop.result, loop.source)))
             except LeftAlone as left:
-                node = left.node or last
-                plan.skips.append(Skip(left.reason, node.name, source_line(node)))
+                plan.skips.append(skip_at(left, last))
         left_over = {piece.source: piece for piece in self.pieces.values() if piece.node not in matched}
         for piece in left_over.values():
             if piece.split is not None or not piece.extent[0].is_constant:
@@ -196,11 +184,11 @@ class _Planner:
         body = matcher.body | matcher.peeled | {piece.node for piece in pieces}
         body |= {piece.split for piece in pieces if piece.split is not None}
         sizes = numbers.dead_ends(body, pieces)
-        self._check_users(matcher.body | {piece.node for piece in pieces}, body | ends | sizes)
-        self._check_memory(body, writes, last)
-        self._check_unwritten(trail)
-        computed = sorted(matcher.body | matcher.peeled | ends, key=self.position.__getitem__)
-        self.modes.check_uniform([node for node in computed if node in ends or _is_float(node)])
+        inside = body | ends | sizes
+        self.check_users(matcher.body | {piece.node for piece in pieces}, inside.__contains__)
+        self.check_unwritten(body, last, {write.node for write in writes})
+        self._check_counts_unwritten(trail)
+        self.check_one_mode(ends, matcher.body | matcher.peeled)
         return SegmentLoop(
             counts=counts,
             num_experts=len(rows),
@@ -210,7 +198,7 @@ class _Planner:
             writes=tuple(writes),
             last=last,
             checks_counts=from_split and not covers,
-            absorbed=frozenset(body | ends | sizes),
+            absorbed=frozenset(inside),
             numbers=frozenset(trail - {counts} | numbers.dead_ends(trail - {counts}, pieces)),
             autocast=self.modes.autocast_of(last),
             row_counts=frozenset(stop.plus(start, -1) for start, stop in extents),
@@ -308,32 +296,7 @@ class _Planner:
             if node not in mine and storage in uses:
                 raise LeftAlone("the tensor that the results are written to is used before all are written", node)
 
-    def _check_users(self, values: set[fx.Node], inside: set[fx.Node]) -> None:
-        """A value of one expert's rows has no user outside of the loop."""
-        for node in sorted(values, key=self.position.__getitem__):
-            for user in node.users:
-                if user in inside:
-                    continue
-                if self.effects[user].writes:
-                    raise LeftAlone("the body writes a tensor in place; out of place it would be grouped", user)
-                raise LeftAlone(
-                    f"'{node.name}', a value of one expert's rows, is used outside of the loop's body", user
-                )
-
-    def _check_memory(self, body: set[fx.Node], writes: list[Write], last: fx.Node) -> None:
-        """The grouped form reads its operands where the loop ends, so nothing may write them before."""
-        mine = {write.node for write in writes}
-        operands = {arg for node in body for arg in (node, *node.all_input_nodes)}
-        read = {storage for node in operands for storage in storages_of(value_of(node))}
-        begin = min(self.position[node] for node in body)
-        for node in self.nodes[begin : self.position[last]]:
-            effects = self.effects[node]
-            if effects.kind is Kind.BARRIER:
-                raise LeftAlone(f"'{node.name}' runs between the experts, and what it does is not known", node)
-            if effects.writes & read and node not in mine:
-                raise LeftAlone("an operand of the loop is written while the loop runs", node)
-
-    def _check_unwritten(self, trail: set[fx.Node]) -> None:
+    def _check_counts_unwritten(self, trail: set[fx.Node]) -> None:
         """Nothing writes the row counts, or what is made of them, until the last number was read from them."""
         memory = {storage for node in trail for storage in storages_of(value_of(node))}
         positions = sorted(self.position[node] for node in trail)
@@ -353,7 +316,3 @@ def _joined(node: fx.Node) -> list[fx.Node]:
     if not isinstance(value, torch.Tensor) or dim not in (0, -value.dim()) or "out" in node.kwargs:
         return []
     return parts if parts and all(isinstance(part, fx.Node) for part in parts) else []
-
-
-def _is_float(node: fx.Node) -> bool:
-    return any(tensor.is_floating_point() for tensor in tensors_in(value_of(node)))
