@@ -11,6 +11,7 @@ import torch
 
 ADD = {torch.add, operator.add, "add", "__add__", "__radd__"}
 MULTIPLY = {torch.mul, torch.multiply, operator.mul, "mul", "multiply", "__mul__", "__rmul__"}
+ANY = {torch.any, "any"}
 SUM = {torch.sum, "sum"}
 CAT = {torch.cat, torch.concat, torch.concatenate}
 TOP_K = {torch.topk, "topk"}

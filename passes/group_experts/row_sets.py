@@ -16,7 +16,7 @@ from torch import fx
 
 from glue_compiler.compat import equal_sizes
 from glue_compiler.fx.effects import Effects
-from glue_compiler.fx.spellings import SUM, TRANSPOSE
+from glue_compiler.fx.spellings import ANY, SUM, TRANSPOSE
 from glue_compiler.fx.values import expression, value_of
 from glue_compiler.passes.group_experts.selected_experts import are_distinct
 
@@ -29,7 +29,6 @@ _PERMUTE = {torch.permute, "permute"}
 _SAME_NONZEROS = {"to", "bool", "int", "long", "float", "contiguous", "clone", "detach"}
 _WHERE = {torch.where, torch.nonzero, "nonzero"}
 _FLATTEN = {"squeeze", torch.squeeze, "flatten", torch.flatten, "view", "reshape"}
-_ANY = {torch.any, "any"}
 COUNT_DTYPES = (torch.int32, torch.int64, torch.float32, torch.float64)
 """They hold every number of rows that a batch can have."""
 _GETATTR = getattr
@@ -190,7 +189,7 @@ def _view(mask: Mask, node: fx.Node) -> Mask | None:
     if node.target in ("unsqueeze", torch.unsqueeze) and isinstance(node.args[1], int):
         dim = node.args[1] % (rank + 1)
         return replace(mask, axes=(*mask.axes[:dim], ONE, *mask.axes[dim:]))
-    if node.target in _ANY and mask.axes == (TOKEN, SLOT):
+    if node.target in ANY and mask.axes == (TOKEN, SLOT):
         along = node.args[1] if len(node.args) == 2 else node.kwargs.get("dim")
         return replace(mask, axes=(TOKEN,), any_slot=True) if along in (1, -1) and len(node.kwargs) < 2 else None
     if node.target is operator.getitem:

@@ -6,6 +6,7 @@ Their results stand in the same order, joined by ``cat`` or written to the same 
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from glue_compiler import compat
 from glue_compiler.fx.effects import EffectAnalysis, Kind
 from glue_compiler.fx.spellings import CAT, EMPTY, ZEROS
 from glue_compiler.fx.values import expression, source_line, storage_of, storages_of, value_of
@@ -26,6 +28,8 @@ from glue_compiler.passes.group_experts.row_counts import RowCounts, Total
 from glue_compiler.passes.group_experts.segment_bodies import Segment, SegmentBodies
 from glue_compiler.passes.group_experts.segment_numbers import SegmentNumbers
 from glue_compiler.passes.group_experts.steps import Product, Step
+
+_ARGSORT = {torch.argsort, "argsort"}
 
 
 @dataclass(frozen=True)
@@ -50,8 +54,10 @@ class SegmentLoop:
     numbers: frozenset[fx.Node]
     """What was read from the counts, with checks of it that cannot fail: they go if nothing else needs one of them."""
     autocast: tuple[fx.Node, ...]
-    row_counts: frozenset[Boundary]
+    row_counts: tuple[Boundary, ...]
     """The numbers of rows of the experts."""
+    has_rows: bool
+    """Some expert has a row, whatever the routing."""
 
     @property
     def first_expert(self) -> int:
@@ -81,16 +87,6 @@ def plan_segments(gm: fx.GraphModule, numbers: dict[fx.Node, int], analysis: Eff
     return _Planner(gm, numbers, analysis, boundaries, found, pieces).run()
 
 
-def counts_rows_of(value: Any, loop: SegmentLoop, numbers: dict[fx.Node, int]) -> bool:
-    """Is ``value`` (an int, or the node of one or of a 0-d tensor) the number of rows of one of the loop's experts?
-
-    If it is zero, that expert's part of the grouped form computes nothing and leaves no row in the result: code that
-    was traced although it is skipped for an expert without rows does nothing then, as far as it is in ``absorbed``.
-    """
-    boundary = Boundaries(numbers).of(value)
-    return boundary is not None and boundary in loop.row_counts
-
-
 class _Planner(LoopPlanner):
     def __init__(
         self,
@@ -103,6 +99,7 @@ class _Planner(LoopPlanner):
     ) -> None:
         super().__init__(gm, numbers, analysis)
         self.row_counts = RowCounts(self.nodes, self.effects)
+        self.shape_env = getattr(analysis.fake_mode, "shape_env", None)
         self.boundaries = boundaries
         self.pieces = {piece.node: piece for piece in pieces}
         self.equal_sizes: dict[Any, Any] = {}
@@ -170,14 +167,15 @@ class _Planner(LoopPlanner):
         matcher = SegmentBodies(rows, self.ends, self.effects, self.numbers, self.analysis)
         steps = matcher.match(results)
         pieces = [piece for each in rows for piece in each.pieces]
-        from_split = any(piece.split is not None for piece in pieces)
         total = self._total(counts, len(rows), all_rows)
         covers = total is not None and total.exact
-        if not covers and not from_split:
+        from_split = any(piece.split is not None for piece in pieces)
+        is_checked = not covers and (from_split or (total is not None and self._is_put_back(last, all_rows)))
+        if not covers and not is_checked:
             self._check_rows_beyond(steps, writes, total)
         self._check_result(steps[-1], results, writes, last, pieces, all_rows)
 
-        numbers = SegmentNumbers(self.boundaries, self.effects, counts, all_rows, exact=covers or from_split)
+        numbers = SegmentNumbers(self.boundaries, self.effects, counts, all_rows, exact=covers or is_checked)
         read = [node for piece in pieces for node in piece.numbers]
         trail = numbers.trail([*read, *(node for write in writes for node in write.numbers)])
         ends = {last, *(write.node for write in writes)}
@@ -197,11 +195,12 @@ class _Planner(LoopPlanner):
             results=tuple(results),
             writes=tuple(writes),
             last=last,
-            checks_counts=from_split and not covers,
+            checks_counts=is_checked,
             absorbed=frozenset(inside),
             numbers=frozenset(trail - {counts} | numbers.dead_ends(trail - {counts}, pieces)),
             autocast=self.modes.autocast_of(last),
-            row_counts=frozenset(stop.plus(start, -1) for start, stop in extents),
+            row_counts=tuple(stop.plus(start, -1) for start, stop in extents),
+            has_rows=(covers or is_checked) and compat.lower_bound(all_rows, self.shape_env) > 0,
         )
 
     def _total(self, counts: fx.Node, experts: int, all_rows: Any) -> Total | None:
@@ -210,6 +209,26 @@ class _Planner(LoopPlanner):
         if total is None or not bool(total.rows == all_rows):
             return None
         return Total(total.rows, total.exact and value_of(counts).shape[0] == experts)
+
+    def _is_put_back(self, joined: fx.Node, all_rows: Any) -> bool:
+        """``empty_like(joined)[order] = joined`` with all rows' ``order``: raises unless ``joined`` has all rows.
+
+        ``order`` is an ``argsort``, so it holds the index of the last row.
+        """
+        for user in joined.users:
+            into, order, value = user.args if user.target is operator.setitem and len(user.args) == 3 else (None,) * 3
+            if value is not joined or not isinstance(into, fx.Node) or not isinstance(order, fx.Node):
+                continue
+            same = into.target in ZEROS | EMPTY and expression(value_of(into).shape[0]) == expression(
+                value_of(joined).shape[0]
+            )
+            index = value_of(order)
+            if not same or order.target not in _ARGSORT or index.dim() != 1:
+                continue
+            is_written = any(storage_of(index) in each.writes for each in self.effects.values())
+            if not is_written and bool(self._size(index.shape[0]) == all_rows):
+                return True
+        return False
 
     @staticmethod
     def _counts(extents: list[Extent]) -> fx.Node:
