@@ -48,6 +48,7 @@ from glue_compiler.compat.symbols import (
     rename_unbacked,
     restored_on_error,
     speculation,
+    symbol_range,
     unbacked_symbols,
     upper_bound,
 )
@@ -105,6 +106,7 @@ __all__ = [
     "rename_unbacked",
     "restored_on_error",
     "speculation",
+    "symbol_range",
     "trace_artifact",
     "trace_is_on",
     "traced_iteration",
