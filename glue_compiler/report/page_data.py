@@ -89,6 +89,7 @@ def _pass(p: RecordedPass, tables: _Tables) -> dict[str, Any]:
         "ms": p.milliseconds,
         "error": p.error,
         "skips": [dict(skip) for skip in p.skips],
+        "rewrites": [dict(rewrite) for rewrite in p.rewrites],
         "nodes": [_operators(p.graphs("before")), _operators(after)] if p.changed else None,
         "diff": tables.diff(p.aligned()),
         "prologue": tables.plain(p.graphs("prologue")),

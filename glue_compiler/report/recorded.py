@@ -15,7 +15,11 @@ from glue_compiler.report.graph_text import DumpError, GraphText, read_graphs
 
 @dataclass(frozen=True)
 class RecordedPass:
-    """What one pass did to one graph; ``files`` are those of its graphs, by moment: before, after, prologue."""
+    """What one pass did to one graph.
+
+    ``files`` are those of its graphs, by moment: before, after, prologue. ``rewrites`` are its single rewrites, each a
+    number over the whole process and what it did, where the dump has them.
+    """
 
     name: str
     stage: str
@@ -25,6 +29,7 @@ class RecordedPass:
     milliseconds: float
     error: str | None
     files: Mapping[str, Path]
+    rewrites: tuple[Mapping[str, Any], ...] = ()
 
     def graphs(self, moment: str) -> tuple[GraphText, ...]:
         """The graph and its bodies at ``moment``; empty if the pass wrote none."""
@@ -107,7 +112,15 @@ def _graph(folder: Path, graph: Mapping[str, Any]) -> RecordedGraph:
         files = {moment: path for moment, path in paths.items() if p["changed"] and path.is_file()}
         passes.append(
             RecordedPass(
-                p["name"], p["stage"], p["changed"], p["counts"], tuple(p["skips"]), p["ms"], p["error"], files
+                name=p["name"],
+                stage=p["stage"],
+                changed=p["changed"],
+                counts=p["counts"],
+                skips=tuple(p["skips"]),
+                milliseconds=p["ms"],
+                error=p["error"],
+                files=files,
+                rewrites=tuple(p.get("rewrites", ())),
             )
         )
     unchanged = own / "00_unchanged.py"

@@ -41,7 +41,7 @@ def page_file(tmp_path_factory):
     folder = tmp_path_factory.mktemp("page")
     options = {"compiler": "aot_eager", "dump": str(folder), "offload": "checkpoints"}
     with pytest.MonkeyPatch.context() as patch:
-        for name in [name for name in os.environ if name.startswith("GLUE_") and name != "GLUE_TEST_BROWSER"]:
+        for name in [name for name in os.environ if name.startswith("GLUE_")]:
             patch.delenv(name)
         torch._dynamo.reset()
         model = Model(4)

@@ -44,6 +44,7 @@ function viewsOf() {
   if (current.changed) views.push(["diff", "before and after"]);
   if (current.prologue.length) views.push(["prologue", "once per batch"]);
   if (current.timeline) views.push(["timeline", "streams"]);
+  if (current.rewrites.length) views.push(["rewrites", `single rewrites (${current.rewrites.length})`]);
   views.push(["skips", `left alone (${current.skips.length})`]);
   views.push(["syncs", `host syncs (${graph().syncs.length})`]);
   return views;
@@ -138,6 +139,7 @@ function renderPanel() {
   else if (state.view === "prologue") showRows(rowsOfGraphs(pass().prologue));
   else if (state.view === "result") showRows(rowsOfGraphs(graph().final));
   else if (state.view === "timeline") showTimeline(pass().timeline);
+  else if (state.view === "rewrites") showRewrites();
   else if (state.view === "skips") showSkips();
   else showSyncs();
   search();
@@ -359,6 +361,10 @@ function renderDetails() {
 
 function table(head, body) {
   return element("table", { class: "list" }, element("thead", {}, element("tr", {}, ...head.map((text) => element("th", {}, text)))), element("tbody", {}, ...body));
+}
+
+function showRewrites() {
+  $("panel").replaceChildren(table(["number", "what"], pass().rewrites.map((rewrite) => element("tr", {}, element("td", {}, String(rewrite.number)), element("td", {}, rewrite.what)))));
 }
 
 function showSkips() {
