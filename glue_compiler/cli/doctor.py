@@ -2,38 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import os
-import platform
-from collections.abc import Iterator
-from dataclasses import dataclass
-
 import torch
 import typer
 from rich.table import Table
 
-import glue_compiler
 from glue_compiler import registry
 from glue_compiler.cli.console import console
 from glue_compiler.compat import known_problems
-from glue_compiler.compat.versions import NEWEST_TORCH, OLDEST_TORCH
 from glue_compiler.errors import GlueOptionError
-from glue_compiler.graph_pass import GraphPass, PairPass
 from glue_compiler.options import GlueOptions, parse_options
-
-GIB = 2**30
-PACKAGES = ("triton", "transformers", "peft", "trl", "accelerate", "flash-attn")
-
-
-@dataclass(frozen=True)
-class PassState:
-    """Whether a pass runs in a compile that sets no options of its own, and why."""
-
-    name: str
-    stage: str
-    numerics: str
-    runs: bool
-    reason: str
+from glue_compiler.report.environment import environment_lines, pass_states, tested_range
 
 
 def doctor() -> None:
@@ -50,7 +28,7 @@ def doctor() -> None:
     if not known_problems.backend_is_registered():
         faults.append('torch does not find the backend "glue": install glue-compiler into this environment')
     if not known_problems.is_supported():
-        out.print(f"\n[yellow]glue is tested with torch {_range()}; this is {torch.__version__}.[/]")
+        out.print(f"\n[yellow]glue is tested with torch {tested_range()}; this is {torch.__version__}.[/]")
     try:
         options = parse_options(None, None, registry.pass_names())
     except GlueOptionError as error:
@@ -71,59 +49,6 @@ def doctor() -> None:
     out.print('\nNothing stands in the way of torch.compile(model, backend="glue").')
 
 
-def environment_lines() -> Iterator[tuple[str, str]]:
-    """(name, text) of versions, devices and glue's variables."""
-    yield "glue", glue_compiler.__version__
-    yield "torch", f"{torch.__version__} (glue is tested with {_range()})"
-    yield "python", f"{platform.python_version()}, {platform.system()} {platform.machine()}"
-    installed = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions() if d.metadata["Name"]}
-    for name in PACKAGES:
-        if name in installed:
-            yield name, installed[name]
-    if "triton" not in installed:
-        yield "triton", "not installed: glue's kernels run as plain torch"
-    yield from device_lines()
-    for name in sorted(os.environ):
-        if name.startswith("GLUE_"):
-            yield name, os.environ[name]
-
-
-def device_lines() -> Iterator[tuple[str, str]]:
-    """(name, text) of each device, and which of glue's kernels it runs."""
-    if not torch.cuda.is_available():
-        yield "device", "CPU: rewrites run with the references of glue's kernels; copies to the host cost nothing"
-        return
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        capability = (properties.major, properties.minor)
-        yield (
-            f"cuda:{index}",
-            f"{properties.name}, capability {capability[0]}.{capability[1]}, {properties.total_memory / GIB:.0f} GiB",
-        )
-        if torch.version.hip is None and capability < (8, 0):
-            yield "", "below 8.0: no kernels for packed attention or grouped products, which stay with torch's own"
-
-
-def pass_states(options: GlueOptions) -> list[PassState]:
-    """Each pass in the order in which passes run."""
-    return [_state(graph_pass, options) for graph_pass in registry.all_passes()]
-
-
-def _state(graph_pass: GraphPass, options: GlueOptions) -> PassState:
-    runs = options.is_enabled(graph_pass.name, graph_pass.default)
-    if graph_pass.name in options.passes:
-        reason = "GLUE_DISABLE"
-    elif not runs:
-        reason = "off by default; options={'passes': {name: True}}"
-    else:
-        reason = "on by default"
-    if runs and known_problems.switched_off_by_torch(graph_pass.name):
-        runs, reason = False, "torch._inductor.config.disabled_passes"
-    if runs and isinstance(graph_pass, PairPass) and not graph_pass.wants_pairs(options):
-        runs, reason = False, "no option asks for it"
-    return PassState(graph_pass.name, graph_pass.stage.value, graph_pass.numerics.value, runs, reason)
-
-
 def _passes_table(options: GlueOptions) -> Table:
     table = Table("rewrite", "here", "stage", "results", "why", title="What glue will do here", title_justify="left")
     for state in pass_states(options):
@@ -131,7 +56,3 @@ def _passes_table(options: GlueOptions) -> Table:
         table.add_row(state.name, on, state.stage, state.numerics, state.reason)
     table.caption = f"then: {options.compiler}" + (", strict" if options.strict else "")
     return table
-
-
-def _range() -> str:
-    return f"{OLDEST_TORCH[0]}.{OLDEST_TORCH[1]} to {NEWEST_TORCH[0]}.{NEWEST_TORCH[1]}"

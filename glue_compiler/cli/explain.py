@@ -14,6 +14,14 @@ import typer
 from glue_compiler.cli.console import console
 from glue_compiler.errors import GlueError, unknown_name
 
+STYLES = {
+    "graph ": "bold",
+    "left alone": "yellow",
+    "host sync that remains": "red",
+    "host sync once": "cyan",
+    "ends at": "red",
+}
+
 
 class TargetError(GlueError):
     """``module:function`` names nothing that can be explained."""
@@ -42,8 +50,10 @@ def explain(
 
     model, args, kwargs = call_of(find(target))
     options = dict(_key_and_value(text) for text in option or ())
-    report = str(glue_compiler.explain(model, *args, options=options, **kwargs))
-    console().print(report, markup=False, soft_wrap=True)
+    out = console()
+    for line in str(glue_compiler.explain(model, *args, options=options, **kwargs)).splitlines():
+        style = next((style for start, style in STYLES.items() if line.strip().startswith(start)), None)
+        out.print(line, style=style, markup=False, soft_wrap=True)
 
 
 def find(target: str) -> Callable[[], Any]:

@@ -13,11 +13,11 @@ pytest.importorskip("typer")
 from typer.testing import CliRunner
 
 from glue_compiler import registry
-from glue_compiler.cli.doctor import pass_states
 from glue_compiler.cli.explain import TargetError, call_of, find
 from glue_compiler.cli.main import app
 from glue_compiler.compat import known_problems
 from glue_compiler.options import GlueOptions, parse_options
+from glue_compiler.report.environment import pass_states
 from glue_compiler.report.graph_text import DumpError
 from tests.report.test_dump import compile_and_call
 
