@@ -16,8 +16,7 @@ def layer_of(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if not stack:
         return ""
-    path = str(list(stack.values())[-1][0])
-    # "L['self'].layers.3.mlp" and "L['self']._modules['layers']._modules['3']" are the same layer.
-    path = re.sub(r"\._modules\['([^']+)'\]", r".\1", path)
-    path = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", path)
-    return re.sub(r"^L\.[^.]+\.?", "", path)
+    # "L['self'].layers.3.mlp" and "L['self'].__dict__['_modules']['layers']._modules['3'].mlp" are the same layer.
+    path = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", str(list(stack.values())[-1][0]))
+    parts = [part for part in path.split(".") if part not in ("__dict__", "_modules")]
+    return ".".join(parts[2:] if parts[0] == "L" else parts)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import dataclasses
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple
 from typing import Any
 
@@ -48,7 +51,8 @@ class _Tables:
             return NOTHING
         if node not in self._numbers:
             self.layers.add(node.layer)
-            record = tuple(self.strings.setdefault(text, len(self.strings)) for text in astuple(node))
+            shown = dataclasses.replace(node, source=short_source(node.source))
+            record = tuple(self.strings.setdefault(text, len(self.strings)) for text in astuple(shown))
             self._numbers[node] = self.nodes.setdefault(record, len(self.nodes))
         return self._numbers[node]
 
@@ -71,8 +75,8 @@ def _graph(graph: RecordedGraph, tables: _Tables) -> dict[str, Any]:
         "compileId": graph.compile_id,
         "nodesBefore": graph.nodes_before,
         "nodesAfter": graph.nodes_after,
-        "break": graph.graph_break,
-        "syncs": [dict(sync) for sync in graph.host_syncs],
+        "break": graph.graph_break and _with_short_source(graph.graph_break),
+        "syncs": [_with_short_source(sync) for sync in graph.host_syncs],
         "final": tables.plain(graph.final()),
         "passes": [_pass(p, tables) for p in graph.passes],
     }
@@ -88,7 +92,7 @@ def _pass(p: RecordedPass, tables: _Tables) -> dict[str, Any]:
         "counts": dict(p.counts),
         "ms": p.milliseconds,
         "error": p.error,
-        "skips": [dict(skip) for skip in p.skips],
+        "skips": [_with_short_source(skip) for skip in p.skips],
         "rewrites": [dict(rewrite) for rewrite in p.rewrites],
         "nodes": [_operators(p.graphs("before")), _operators(after)] if p.changed else None,
         "diff": tables.diff(p.aligned()),
@@ -112,6 +116,16 @@ def _operators(graphs: Sequence[GraphText]) -> int:
     """Operator calls: no inputs, outputs, attributes, nor other names of an input."""
     texts = [node.text for graph in graphs for node in graph.nodes if node.name != "return"]
     return sum(not text.startswith("self.") and not text.isidentifier() for text in texts)
+
+
+def short_source(source: str) -> str:
+    """A path of a package from the package on, and one below the current folder from there on."""
+    packaged = re.sub(r"^.*?/site-packages/", "", source)
+    return packaged.removeprefix(f"{os.getcwd()}{os.sep}")
+
+
+def _with_short_source(entry: Mapping[str, Any]) -> dict[str, Any]:
+    return {**entry, "source": short_source(entry["source"])}
 
 
 def _in_order(layers: Iterable[str]) -> list[str]:

@@ -8,10 +8,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import fx
 
+from glue_compiler.compat.layers import layer_of
 from glue_compiler.report.alignment import Row, align, align_graphs
 from glue_compiler.report.graph_text import DumpError, GraphText, NodeLine, read_graphs
-from glue_compiler.report.page_data import page_data
+from glue_compiler.report.page_data import page_data, short_source
 from glue_compiler.report.recorded import read_folder
 from glue_compiler.report.transfers import find_transfers, layer_root
 from tests.passes.overlap_offload.models import Blocks, step
@@ -140,6 +142,30 @@ def test_graphs_without_copies_have_no_timeline(offloaded):
 )
 def test_a_layer_is_a_path_up_to_its_first_number(path, root):
     assert layer_root(path) == root
+
+
+@pytest.mark.parametrize(
+    ("path", "layer"),
+    [
+        ("L['self'].layers.3.mlp", "layers.3.mlp"),
+        ("L['self']._modules['layers']._modules['3'].mlp", "layers.3.mlp"),
+        ("L['self'].__dict__['_modules']['layers'].__dict__['_modules']['3']", "layers.3"),
+        ("L['self'].layers[3]", "layers.3"),
+        ("L['self']", ""),
+        ("L['model'].head", "head"),
+    ],
+)
+def test_all_spellings_of_a_layer_are_one(path, layer):
+    found = fx.Graph().placeholder("x")
+    found.meta["nn_module_stack"] = {"0": (path, torch.nn.Module)}
+    assert layer_of(found) == layer
+
+
+def test_the_page_shows_short_paths(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert short_source("/usr/lib/python3.11/site-packages/torch/nn/f.py:3 in f") == "torch/nn/f.py:3 in f"
+    assert short_source(f"{tmp_path}/model.py:3 in f") == "model.py:3 in f"
+    assert short_source("/elsewhere/model.py:3 in f") == "/elsewhere/model.py:3 in f"
 
 
 def test_equal_changed_removed_added_and_moved_nodes():

@@ -509,7 +509,7 @@ addEventListener("resize", () => (state.view === "timeline" ? renderPanel() : dr
 
 $("layer").append(...data.layers.map((layer) => element("option", { value: layer }, layer)));
 const total = data.graphs.reduce((sum, one) => sum + one.passes.reduce((part, p) => part + p.ms, 0), 0);
-$("about").textContent = `${data.folder}: ${data.graphs.length} graphs, ${milliseconds(total)} in passes, torch ${data.torch}`;
+$("about").textContent = `${data.folder}: ${data.graphs.length} graph${data.graphs.length === 1 ? "" : "s"}, ${milliseconds(total)} in passes, torch ${data.torch}`;
 if (data.graphs.length) {
   const asked = new URLSearchParams(location.hash.slice(1));
   const index = Math.max(0, data.graphs.findIndex((one) => String(one.id) === asked.get("graph")));
