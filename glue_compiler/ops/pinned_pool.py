@@ -84,6 +84,10 @@ class PinnedPool:
     def pinned_bytes(self) -> int:
         return sum(block.nbytes for block in list(self._blocks.values()) if block.pinned)
 
+    def held_bytes(self) -> int:
+        """Of all blocks, page-locked or not."""
+        return sum(block.nbytes for block in list(self._blocks.values()))
+
     def release(self) -> None:
         """Forget all blocks: free ones go back to the system now, others with their last tensor."""
         with self._lock:
