@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import fx
@@ -17,6 +18,9 @@ from glue_compiler.fx.training_pair import TrainingPair
 from glue_compiler.fx.values import is_plain, most_bytes, source_line, storages_of, value_of
 from glue_compiler.graph_pass import Skip
 from glue_compiler.passes.overlap_offload.plan import Region
+
+
+Step = Literal["start", "wait"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,11 @@ class RegionInputs:
     @property
     def nbytes(self) -> int:
         return sum(one.nbytes for one in self.inputs)
+
+    @property
+    def end(self) -> int:
+        """The last place in forward that reads one of them."""
+        return max(one.last_forward_use for one in self.inputs)
 
     @property
     def first_use(self) -> int:
@@ -80,9 +89,14 @@ class Move:
 
 @dataclass(frozen=True)
 class Schedule:
-    """``moves`` in the order of the forward, grouped by region."""
+    """``moves``: the tensors of one region together, in the order in which their copies start.
+
+    ``steps``: the starts and waits of the forward, each with an index into ``moves``, in the order in which they go in;
+    those with the same place keep it.
+    """
 
     moves: tuple[tuple[Move, ...], ...]
+    steps: tuple[tuple[Step, int], ...]
     skips: tuple[Skip, ...]
 
 
@@ -144,30 +158,49 @@ def schedule_moves(pair: TrainingPair, regions: Sequence[RegionInputs], moved: I
             skips.append(Skip(reason, region.inputs[0].saved.name, source_line(region.inputs[0].saved)))
             continue
         reloads.append((region, start))
-    realised, realised_backward = _realised(pair.forward, pair.num_outputs), _realised(pair.backward, None)
-    order = [(region, start) for region, start in reversed(reloads)]
-    ends = [max(one.last_forward_use for one in region.inputs) for region, _ in order]
-    moves = []
-    for number, (region, start) in enumerate(order):
-        later = number + buffers
-        wait_at = ends[later] + 1 if later < len(order) else len(forward) - 1
-        after = order[later][0].inputs[0].saved if later < len(order) else _latest(forward, wait_at, realised)
-        moves.append(
-            tuple(
-                Move(
-                    one,
-                    offload_start=forward[ends[number] + 1],
-                    offload_wait=forward[wait_at],
-                    offload_after=after,
-                    reload_start=backward[start],
-                    reload_wait=backward[one.first_use],
-                    start_after=_latest(backward, start, realised_backward),
-                    wait_after=_latest(backward, one.first_use, realised_backward),
-                )
-                for one in region.inputs
+    realised, realised_backward = _realised(pair.forward), _realised(pair.backward)
+    order = sorted(reloads, key=lambda reload: reload[0].end)
+    waits = _offload_waits([region.end for region, _ in order], [region.end for region in regions], len(forward) - 1)
+    moves = tuple(
+        tuple(
+            Move(
+                one,
+                offload_start=forward[region.end + 1],
+                offload_wait=forward[wait],
+                offload_after=_latest(forward, wait, realised),
+                reload_start=backward[start],
+                reload_wait=backward[one.first_use],
+                start_after=_latest(backward, start, realised_backward),
+                wait_after=_latest(backward, one.first_use, realised_backward),
             )
+            for one in region.inputs
         )
-    return Schedule(tuple(moves), tuple(skips))
+        for (region, start), wait in zip(order, waits, strict=True)
+    )
+    starts = [region.end + 1 for region, _ in order]
+    return Schedule(moves, _in_order(starts, waits, buffers), tuple(skips))
+
+
+def _offload_waits(moved_ends: Sequence[int], ends: Sequence[int], last: int) -> list[int]:
+    """Where each copy to the host is waited for: behind the next region, which hides it. ``last``: the forward's end.
+
+    Waiting later would keep its source alive for longer and, as copies run one by one, gain no time in a long run.
+    """
+    return [min((end + 1 for end in ends if end > moved), default=last) for moved in moved_ends]
+
+
+def _in_order(starts: Sequence[int], waits: Sequence[int], buffers: int) -> tuple[tuple[Step, int], ...]:
+    """Starts, each followed by the waits that are due, so that at most ``buffers`` copies are under way."""
+    steps: list[tuple[Step, int]] = []
+    under_way: deque[int] = deque()
+    for number, start in enumerate(starts):
+        while len(under_way) >= buffers:
+            steps.append(("wait", under_way.popleft()))
+        steps.append(("start", number))
+        while under_way and waits[under_way[0]] <= start:
+            steps.append(("wait", under_way.popleft()))
+        under_way.append(number)
+    return (*steps, *(("wait", number) for number in under_way))
 
 
 def _uses_of_memory(nodes: Sequence[fx.Node]) -> Mapping[fx.Node, list[int]]:
@@ -220,7 +253,7 @@ def _why_not(saved: fx.Node, starts: set[int], pair: TrainingPair, kept: Mapping
     return None
 
 
-def _realised(gm: fx.GraphModule, num_outputs: int | None) -> set[fx.Node]:
+def _realised(gm: fx.GraphModule) -> set[fx.Node]:
     """Tensors that exist in memory whatever a compiler fuses: what products and attention read and write.
 
     An operator that must follow such a value costs nothing; one that must follow a value in the middle of a fused

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import combinations, zip_longest
@@ -86,8 +85,8 @@ def worst_peak(regions: Sequence[Region], moved: Collection[int], *, buffers: in
     """The most bytes on the device at one time under the overlapped schedule, whatever times copies and compute take.
 
     That time is the end of a region's forward in slow copying: all inputs so far are there, with the one just
-    produced, but those moved and copied, which leaves out this region's and the latest ``buffers`` before it. Backward
-    never holds more: of the moved inputs it has its region's own and the following one's.
+    produced, but those moved and copied, which leaves out this region's and the one's before it. Backward never holds
+    more: of the moved inputs it has its region's own and the following one's.
 
     Raises:
         ValueError: ``buffers`` below 1.
@@ -95,14 +94,12 @@ def worst_peak(regions: Sequence[Region], moved: Collection[int], *, buffers: in
     if buffers < 1:
         raise ValueError(f"a schedule needs at least one buffer, not {buffers}")
     alive = peak = regions[0].nbytes if regions else 0
-    in_flight: deque[int] = deque()
+    under_way = 0
     for region, following in zip_longest(regions, regions[1:]):
         alive += following.nbytes if following else 0
         peak = max(peak, alive)
-        if region.index in moved:
-            in_flight.append(region.nbytes)
-            if len(in_flight) > buffers:
-                alive -= in_flight.popleft()
+        alive -= under_way
+        under_way = region.nbytes if region.index in moved else 0
     return base_bytes + peak
 
 
