@@ -33,8 +33,9 @@ class EditedPartition(torch._inductor.custom_graph_pass.CustomPartitionerFn):
 
         partition: Callable[..., Any] = self.inner or min_cut_rematerialization_partition
         forward, backward = partition(gm, joint_inputs, **kwargs)
-        if self.edit is not None:
-            self.edit(forward, backward, kwargs["num_fwd_outputs"])
+        if self.edit is None:
+            raise RuntimeError("a partitioner that came out of a cache key partitions nothing")
+        self.edit(forward, backward, kwargs["num_fwd_outputs"])
         return forward, backward
 
     def uuid(self) -> Any | None:

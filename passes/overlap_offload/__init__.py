@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import glue_compiler.ops.offload  # noqa: F401  a graph from the cache calls the operators, and no pass runs for it
+from glue_compiler.compat import inductor as compat
 from glue_compiler.graph_pass import Numerics, PairPass, PassContext, PassResult, Skip
 from glue_compiler.passes.overlap_offload.analysis import find_saved_inputs, schedule_moves
 from glue_compiler.passes.overlap_offload.checker import check_offload
@@ -34,7 +35,7 @@ class OverlapOffload(PairPass):
         return options.offload is not None
 
     def run_pair(self, pair: TrainingPair, context: PassContext) -> PassResult:
-        if context.options.inductor.get("triton.cudagraphs"):
+        if compat.uses_cuda_graphs(context.options.inductor):
             reason = "CUDA graphs replay memory at fixed addresses and hold no host tensors; without them, inputs move"
             return PassResult(changed=False, skips=(Skip(reason),))
         regions, skips = find_saved_inputs(pair, context.shape_env)

@@ -15,10 +15,9 @@ from torch.utils.flop_counter import flop_registry
 from glue_compiler.compat import checkpoint_tags
 from glue_compiler.fx.storage_roots import storage_root
 from glue_compiler.fx.training_pair import TrainingPair
-from glue_compiler.fx.values import is_plain, most_bytes, source_line, storages_of, value_of
+from glue_compiler.fx.values import expression, is_plain, keeps_layout, most_bytes, source_line, storages_of, value_of
 from glue_compiler.graph_pass import Skip
 from glue_compiler.passes.overlap_offload.plan import Region
-
 
 Step = Literal["start", "wait"]
 
@@ -114,7 +113,7 @@ def find_saved_inputs(pair: TrainingPair, shape_env: object) -> tuple[list[Regio
         starts -= {checkpoint_tags.region_of(saved)}
         if not starts or not isinstance(value_of(saved), torch.Tensor) or checkpoint_tags.is_graph_input(saved):
             continue
-        reason = _why_not(saved, starts, pair, kept)
+        reason = _why_not(saved, starts, pair, kept) or _why_no_copy(saved, [backward[p] for p in taken_uses[taken]])
         if reason:
             skips.append(Skip(reason, saved.name, source_line(saved)))
             continue
@@ -240,8 +239,6 @@ def _why_not(saved: fx.Node, starts: set[int], pair: TrainingPair, kept: Mapping
     value = value_of(saved)
     if len(starts) > 1:
         return f"the recomputation of {len(starts)} regions reads it, so it is needed all through backward"
-    if not is_plain(value):
-        return f"a {type(value).__name__} is not copied as a plain tensor"
     keys = {id(storage_root(saved)), *storages_of(value)}
     for key in keys & set(kept):
         if kept[key].op == "placeholder":
@@ -250,6 +247,22 @@ def _why_not(saved: fx.Node, starts: set[int], pair: TrainingPair, kept: Mapping
     for other in pair.saved:
         if other is not saved and keys & {id(storage_root(other)), *storages_of(value_of(other))}:
             return f"backward also needs '{other.name}', which shares its memory"
+    return None
+
+
+def _why_no_copy(saved: fx.Node, readers: Iterable[fx.Node]) -> str | None:
+    """Why a copy of the tensor could not stand for it in backward."""
+    value = value_of(saved)
+    if not is_plain(value):
+        return f"a {type(value).__name__} is not copied as a plain tensor"
+    if value.device.type not in ("cuda", "cpu"):
+        return f"copies beside compute are written for CUDA devices, not for '{value.device.type}'"
+    if not keeps_layout(value):
+        return (
+            "its elements do not lie next to each other, and a copy would; .contiguous() in front of the region helps"
+        )
+    if expression(value.storage_offset()) != 0 and any(r.target is torch.ops.aten.as_strided.default for r in readers):
+        return "backward reads its memory by absolute offsets, which a copy does not have"
     return None
 
 

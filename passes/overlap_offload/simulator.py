@@ -97,8 +97,9 @@ def simulate(
         moved: indices of the regions whose saved input goes to the host; must be empty for the schedule "none".
         schedule: "serial": the compute engine waits for every copy at once. "overlapped": in forward, a copy starts
             after its region, and the compute engine waits for it after the next region, behind the start of that one's
-            copy (in front of it, if ``buffers`` is 1); in backward, the reload of a region starts with the backward of the region before it (the next one in the
-            model) if one of ``buffers`` is free, and the compute engine waits just before the region's own backward.
+            copy (in front of it, if ``buffers`` is 1); in backward, the reload of a region starts with the backward of
+            the region before it (the next one in the model) if one of ``buffers`` is free, and the compute engine
+            waits just before the region's own backward.
         buffers: the most copies in flight in forward, and the most reloaded inputs alive in backward.
         base_bytes: everything else on the device.
 
