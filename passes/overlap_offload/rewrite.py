@@ -11,7 +11,7 @@ from torch import fx
 from glue_compiler import compat
 from glue_compiler.fx.training_pair import TrainingPair
 from glue_compiler.fx.values import value_of
-from glue_compiler.passes.overlap_offload.analysis import Move, Schedule
+from glue_compiler.passes.overlap_offload.schedule import Move, Schedule
 
 _ops = torch.ops.glue
 
