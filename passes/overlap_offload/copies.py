@@ -72,16 +72,26 @@ def save_sources(pair: TrainingPair, round_trips: list[RoundTrip]) -> None:
     for trip in round_trips:
         output.replace_input_with(trip.host, trip.source)
         _erase_copy(pair.forward.graph, trip.host)
-        with pair.backward.graph.inserting_before(trip.taken):
-            placeholder = pair.backward.graph.placeholder(trip.source.name)
-        placeholder.meta["val"] = value_of(trip.source)
+        placeholder = _placeholder(pair.backward.graph, trip)
         for back in trip.back:
             back.replace_all_uses_with(placeholder)
             _erase_copy(pair.backward.graph, back)
         pair.backward.graph.erase_node(trip.taken)
-        assert placeholder.name == trip.source.name, f"'{trip.source.name}' is a name of backward already"
     pair.forward.recompile()
     pair.backward.recompile()
+
+
+def _placeholder(backward: fx.Graph, trip: RoundTrip) -> fx.Node:
+    """Where ``trip.taken`` is, and of the source's name, by which the two graphs belong together."""
+    name = trip.source.name
+    for other in backward.nodes:
+        if other.name == name:
+            other._rename(f"{name}_of_backward")
+    with backward.inserting_before(trip.taken):
+        placeholder = backward.placeholder(name)
+    placeholder.name = placeholder.target = name
+    placeholder.meta["val"] = value_of(trip.source)
+    return placeholder
 
 
 def _erase_copy(graph: fx.Graph, copy: fx.Node) -> None:

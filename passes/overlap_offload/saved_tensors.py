@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import fx
 
-from glue_compiler.compat import checkpoint_tags, offload_policies
+from glue_compiler.compat import checkpoint_tags, device_copies, offload_policies
 from glue_compiler.errors import GlueOffloadError
 from glue_compiler.fx.storage_roots import storage_root
 from glue_compiler.fx.training_pair import TrainingPair
@@ -173,7 +173,11 @@ def why_not(
             return f"its memory is that of the graph's input '{kept[key].name}', which the caller keeps"
         return f"its memory is returned to the caller as '{kept[key].name}', so moving a copy would free nothing"
     for other in pair.saved:
-        if other is not saved and keys & {id(storage_root(other)), *storages_of(value_of(other))}:
+        # A copy that torch's own offload made of a CPU tensor is recorded on the memory that it copied.
+        if saved not in (other, device_copies.copied_from(other)) and keys & {
+            id(storage_root(other)),
+            *storages_of(value_of(other)),
+        }:
             return f"backward also needs '{other.name}', which shares its memory"
     if value.device.type not in ("cuda", "cpu"):
         return f"copies beside compute are written for CUDA devices, not for '{value.device.type}'"
