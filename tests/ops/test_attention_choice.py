@@ -54,10 +54,10 @@ def test_small_heads_are_served_by_one_kernel_each():
 
 
 @pytest.mark.parametrize("rows", [2, None])
-def test_several_rows_go_to_flash(rows):
+def test_several_rows_go_to_flex_too(rows):
     call = dataclasses.replace(HOPPER, rows=rows)
-    assert choose(call, "inductor") == "varlen"
-    assert choose(dataclasses.replace(call, dtype=torch.float32), "inductor") is None
+    assert choose(call, "inductor") == "flex"
+    assert choose(dataclasses.replace(call, dtype=torch.float32), "inductor") == "flex"
 
 
 def test_autocast_decides_the_dtype():

@@ -61,3 +61,14 @@ def test_lengths_that_change_do_not_recompile_or_sync():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert len(run.graphs) == 1
+
+
+def test_dynamic_rows_and_lengths():
+    run = specialized(lambda q, k, v, s: dense(q, k, v, s, 4096), eager=False, compiler="inductor", dynamic=True)
+    for rows, length in ((2, 300), (3, 500)):
+        starts = torch.rand(rows, length, device="cuda") < 0.01
+        tensors = [torch.randn(rows, 2, length, 64, dtype=torch.bfloat16, device="cuda") for _ in range(3)]
+        exact = dense(*(tensor.double() for tensor in tensors), starts, 4096)
+        assert (run.call(*tensors, starts).double() - exact).norm() / exact.norm() < 1e-2
+    assert len(run.graphs) == 1
+    assert counts(run) == {"packed": 1}
