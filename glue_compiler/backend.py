@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from types import CodeType
 from typing import Any
@@ -57,23 +58,20 @@ class GlueBackend:
         report.trace()
         if session:
             session.add_graph(report, gm)
+        pair_passes = pipeline.pair_passes(gm)
         prologues = [p.prologue for p in report.passes if p.prologue is not None]
 
         def edit_pair(forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int) -> None:
             pair = TrainingPair(forward, backward, num_outputs)
-            added = pipeline.run_pair(pair, render_graph if is_shown else None)
+            added = pipeline.run_pair(pair, pair_passes, render_graph if is_shown else None)
             report.add_passes(added)
             if session:
                 session.update_graph(report, added)
 
+        wanted = {name: value for p in pair_passes for name, value in p.inductor_options(pipeline.options).items()}
+        own = dataclasses.replace(pipeline.options, inductor={**wanted, **pipeline.options.inductor})
         return hand_off_in_parts(
-            self._hand_off,
-            prologues,
-            gm,
-            example_inputs,
-            pipeline.options,
-            pipeline.uuid(),
-            edit_pair if pipeline.pair_passes else None,
+            self._hand_off, prologues, gm, example_inputs, own, pipeline.uuid(), edit_pair if pair_passes else None
         )
 
     def reset(self) -> None:

@@ -22,6 +22,10 @@ class GlueInvariantError(GlueError):
     """A pass left a graph that is not consistent (see ``fx/invariants.py``)."""
 
 
+class GlueOffloadError(GlueError):
+    """A selective checkpoint policy insists on host memory for a tensor that cannot wait there."""
+
+
 class GlueWarning(UserWarning):
     """Something did not work as asked, and the model still runs."""
 

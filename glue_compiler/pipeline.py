@@ -16,7 +16,7 @@ from pathlib import Path
 from torch import fx
 
 from glue_compiler import compat
-from glue_compiler.errors import GlueContractError, GlueWarning
+from glue_compiler.errors import GlueContractError, GlueOffloadError, GlueWarning
 from glue_compiler.fx import bodies
 from glue_compiler.fx.copying import copy_graph
 from glue_compiler.fx.effects import EffectAnalysis
@@ -81,8 +81,10 @@ class Pipeline:
 
         return [run_one(p) for p in self.passes if p.stage is stage]
 
-    def run_pair(self, pair: TrainingPair, snapshot: Snapshotter | None = None) -> list[PassReport]:
-        """Run the passes of the stage ``PARTITIONED`` on both graphs of a training step, in place."""
+    def run_pair(
+        self, pair: TrainingPair, passes: Sequence[PairPass], snapshot: Snapshotter | None = None
+    ) -> list[PassReport]:
+        """Run ``passes`` on both graphs of a training step, in place."""
         context = PassContext(self.options, EffectAnalysis.for_graph(pair.forward))
         graphs = [pair.forward, pair.backward]
 
@@ -90,12 +92,11 @@ class Pipeline:
             run = functools.partial(graph_pass.run_pair, pair, context)
             return self._run_one(graph_pass, graphs, run, lambda _: check_pair(pair), context, snapshot)
 
-        return [run_one(p) for p in self.pair_passes]
+        return [run_one(p) for p in passes]
 
-    @property
-    def pair_passes(self) -> tuple[PairPass, ...]:
-        """The passes that have something to do in the forward and backward graphs of a step."""
-        return tuple(p for p in self.passes if isinstance(p, PairPass) and p.wants_pairs(self.options))
+    def pair_passes(self, gm: fx.GraphModule) -> tuple[PairPass, ...]:
+        """The passes that may have something to do in the forward and backward graphs that ``gm`` becomes."""
+        return tuple(p for p in self.passes if isinstance(p, PairPass) and p.wants_pairs(gm, self.options))
 
     def uuid(self) -> bytes:
         """Identifies the enabled passes: their names, sources and the options they read."""
@@ -124,7 +125,7 @@ class Pipeline:
         except Exception as failure:
             for graph in saved:
                 _restore(graph)
-            if self.options.strict:
+            if self.options.strict or isinstance(failure, GlueOffloadError):
                 raise
             error = f"{type(failure).__name__}: {failure}"
             result = None

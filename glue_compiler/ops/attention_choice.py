@@ -27,6 +27,7 @@ class AttentionCall:
         heads, key_heads: number of heads.
         rows: of the batch. length: tokens in a row.
         dropout: probability that is applied.
+        hides_keys: some keys are seen by no query, such as padding.
     """
 
     device: str
@@ -39,6 +40,7 @@ class AttentionCall:
     rows: int | None
     length: int | None
     dropout: float = 0.0
+    hides_keys: bool = False
 
     @classmethod
     def of(cls, query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.0) -> AttentionCall:
@@ -64,20 +66,23 @@ def choose(call: AttentionCall, compiler: Compiler) -> Kernel | None:
     """The kernel for ``call`` in a graph that ``compiler`` gets, or None where :func:`unsupported` has a reason."""
     if _general_reason(call):
         return None
-    if call.device == "cpu":
+    if call.device == "cpu" and not call.hides_keys:
         return "varlen"
+    if call.device == "cpu":
+        return None if _hidden_reason(call, compiler) else "flex"
     if compiler == "inductor" and not _flex_reason(call):
         # Faster than FlashAttention 2 in every shape of benchmarks/attention_kernels.py, forward and backward,
         # deterministic, and free of host synchronisation.
         return "flex"
-    return None if _flash_reason(call) else "varlen"
+    return None if call.hides_keys or _flash_reason(call) else "varlen"
 
 
 def unsupported(call: AttentionCall, compiler: Compiler) -> str | None:
     """Why no kernel serves ``call``, and what would change it; None if one does."""
     if choose(call, compiler):
         return None
-    return _general_reason(call) or (_flex_reason(call) if compiler == "inductor" else _flash_reason(call))
+    by_compiler = _flex_reason(call) if compiler == "inductor" else _flash_reason(call)
+    return _general_reason(call) or _hidden_reason(call, compiler) or by_compiler
 
 
 def prefers_cudnn(device: torch.device, length: int | torch.SymInt) -> bool:
@@ -102,14 +107,25 @@ def _general_reason(call: AttentionCall) -> str | None:
     return None
 
 
+def _hidden_reason(call: AttentionCall, compiler: Compiler) -> str | None:
+    if not call.hides_keys:
+        return None
+    if call.device == "cpu" and compiler == "inductor":
+        return "Inductor has no backward of flex_attention for the CPU, and only flex_attention leaves single keys out"
+    if call.device == "cuda" and compiler != "inductor":
+        return "only flex_attention leaves single keys out, and only compiler='inductor' makes a kernel of it"
+    return None
+
+
 def _flex_reason(call: AttentionCall) -> str | None:
     if call.capability is not None and call.capability < (8, 0):
         return "flex_attention needs a GPU of compute capability 8.0"
     if call.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"flex_attention has no kernel for {call.dtype} on CUDA"
-    if call.rows != 1:
-        # What made rows read each other's block lists is fixed, and its test has not run on a GPU since.
-        return "flex_attention over several rows has not been verified on a GPU; pack them into one row"
+    if call.rows is None or call.length is None:
+        return (
+            "flex_attention is taken for static sizes of the batch alone; dynamic=False gives each size its own graph"
+        )
     if not 16 <= call.head_size <= 256:
         return f"head size {call.head_size} is outside of flex_attention's 16 to 256"
     return None

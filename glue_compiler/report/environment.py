@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import fx
 
 import glue_compiler
 from glue_compiler import registry
@@ -80,9 +81,13 @@ def _state(graph_pass: GraphPass, options: GlueOptions) -> PassState:
         reason = "on by default"
     if runs and known_problems.switched_off_by_torch(graph_pass.name):
         runs, reason = False, "torch._inductor.config.disabled_passes"
-    if runs and isinstance(graph_pass, PairPass) and not graph_pass.wants_pairs(options):
-        runs, reason = False, "no option asks for it"
+    if runs and isinstance(graph_pass, PairPass) and not graph_pass.wants_pairs(_nothing(), options):
+        runs, reason = False, "no option asks for it; a graph that it applies to still may"
     return PassState(graph_pass.name, graph_pass.stage.value, graph_pass.numerics.value, runs, reason)
+
+
+def _nothing() -> fx.GraphModule:
+    return fx.GraphModule({}, fx.Graph())
 
 
 def tested_range() -> str:

@@ -54,15 +54,15 @@ class GroupExperts(GraphPass):
         numbers = number_values(graph, context.effects).numbers
         plans = [(module, plan_grouping(module, numbers, context.effects)) for module in modules]
         segment_plans = [(module, plan_segments(module, numbers, context.effects)) for module in modules]
-        for module, plan in plans:
-            proved, unproved = proved_regions(module, plan.loops, numbers, context.effects)
+        for (module, plan), (_, segments) in zip(plans, segment_plans, strict=True):
+            proved, unproved = proved_regions(module, plan.loops, segments.loops, numbers, context.effects)
             skips.update(dict.fromkeys(unproved))
             # Backwards: a loop that adds to the result of another finds it under the name that the plan has.
             for loop in reversed(plan.loops):
                 group(module, loop, context.effects)
                 counts["loops_grouped"] += 1
                 counts["experts_grouped"] += loop.num_experts
-            erase_dead_counts(module, proved)
+            erase_dead_counts(module, proved, context.effects)
             for region in proved:
                 region.proved = True
             skips.update(dict.fromkeys(plan.skips))

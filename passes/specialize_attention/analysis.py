@@ -20,7 +20,8 @@ from glue_compiler.passes.specialize_attention.attention_calls import AttentionS
 from glue_compiler.passes.specialize_attention.masks import UnknownMask, Visibility, classify_mask
 
 Form = Literal["unmasked", "causal", "packed"]
-"""``unmasked``: sdpa without a mask. ``causal``: sdpa with ``is_causal``. ``packed``: within documents or a window."""
+"""``unmasked``: sdpa without a mask. ``causal``: sdpa with ``is_causal``. ``packed``: within documents, a
+window, or without padding."""
 
 
 @dataclass(frozen=True)
@@ -78,12 +79,18 @@ def _visibility(
 
 
 def _replacement(site: AttentionSite, visibility: Visibility, compiler: Compiler) -> Replacement:
-    if not visibility.documents and visibility.window < 0:
+    if visibility.keys and (site.inside or site.mask is None or site.mask.role != "shows"):
+        raise UnknownMask(
+            f"the mask is {visibility.name}, and which keys a query that sees none of them gets instead depends on the "
+            "scores; a boolean mask of scaled_dot_product_attention gives zeros, and would be specialised"
+        )
+    if not visibility.documents and not visibility.keys and visibility.window < 0:
         return Replacement(site, visibility, "causal" if visibility.is_causal else "unmasked")
     query, key, value = (value_of(node) for node in (site.query, site.grouped_key, site.grouped_value))
     # On record is the dtype that autocast has made of the operands.
     dtype: torch.dtype = value_of(site.output).dtype
-    call = dataclasses.replace(AttentionCall.of(query, key, value, site.dropout), dtype=dtype)
+    call = AttentionCall.of(query, key, value, site.dropout)
+    call = dataclasses.replace(call, dtype=dtype, hides_keys=bool(visibility.keys))
     kernel = choose(call, compiler)
     if kernel is None:
         raise UnknownMask(f"the mask is {visibility.name}, but {unsupported(call, compiler)}")
