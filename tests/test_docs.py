@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from glue_compiler import options, registry
-from glue_compiler.graph_pass import PairPass
 from glue_compiler.options import GlueOptions
+from glue_compiler.report.environment import pass_states
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
@@ -61,9 +61,8 @@ def test_the_table_of_passes_is_that_of_the_code():
     rows = table(ROOT / "docs/passes.md", "rewrite")
     passes = registry.all_passes()
     assert [code(row["rewrite"]) for row in rows] == [p.name for p in passes]
-    for row, graph_pass in zip(rows, passes, strict=True):
-        wanted = not isinstance(graph_pass, PairPass) or graph_pass.wants_pairs(GlueOptions())
-        assert row["default"] == ("on" if graph_pass.default and wanted else "off")
+    for row, graph_pass, state in zip(rows, passes, pass_states(GlueOptions()), strict=True):
+        assert row["default"] == ("on" if state.runs else "off")
         assert row["numerics"] == graph_pass.numerics.value
         assert row["stage"] == graph_pass.stage.value
         assert set(re.findall(r"`(\w+)`", row["option"])) <= set(options.OWN_KEYS)
