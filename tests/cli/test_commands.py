@@ -172,11 +172,20 @@ def test_a_wrong_target_says_what_to_write(module, target, says):
         find(target)
 
 
-def test_a_tuple_of_tensors_is_no_call():
-    tensors = (torch.ones(1), torch.ones(1))
-    function = lambda: tensors  # noqa: E731
+@pytest.mark.parametrize("returned", [(torch.ones(1), torch.ones(1)), (3,), (max, 3), (3, (), {}), None])
+def test_what_is_no_call_leaves_the_function_itself(returned):
+    def function():
+        return returned
+
     assert call_of(function) == (function, (), {})
-    assert call_of(lambda: (max, [1, 2])) == (max, (1, 2), {})
+
+
+@pytest.mark.parametrize(
+    ("returned", "call"),
+    [((max,), (max, (), {})), ((max, [1, 2]), (max, (1, 2), {})), ((max, (), {"key": abs}), (max, (), {"key": abs}))],
+)
+def test_a_returned_call_is_explained(returned, call):
+    assert call_of(lambda: returned) == call
 
 
 # -- diff and view

@@ -99,6 +99,7 @@ def test_search_finds_a_node_and_shows_its_source_line(page):
     assert "found" in page.inner_text("#matches")
     page.keyboard.press("Enter")
     assert "nonzero" in selected(page)
+    assert "test_page.py:" in selected(page)
     assert "test_page.py:" in page.inner_text("#details .source")
     assert "(positions == 0).nonzero()" in page.inner_text("#details")
     first = page.inner_text("#matches")

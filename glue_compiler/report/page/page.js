@@ -255,6 +255,8 @@ function cell(node, side, skipped) {
   const made = element("span", { class: side }, element("span", { class: "name" }, field(node, NAME)));
   if (field(node, SHAPE)) made.append(element("span", { class: "shape" }, `: ${field(node, SHAPE)}`));
   made.append(skipped ? " = … " : " = ", ...highlighted(field(node, TEXT).slice(skipped, skipped + 600), true));
+  if (field(node, SOURCE)) made.append(element("span", { class: "at" }, `  # ${field(node, SOURCE).replace(/^.*\//, "").replace(/ in .*/, "")}`));
+  made.title = [field(node, CODE), field(node, SOURCE), field(node, LAYER)].filter(Boolean).join("\n");
   return made;
 }
 
