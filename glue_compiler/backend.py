@@ -10,13 +10,14 @@ from weakref import WeakSet
 from torch import fx
 
 from glue_compiler import capture, compat, expert_capture, registry
+from glue_compiler.fuel import RewriteCounter
 from glue_compiler.fx import bodies
 from glue_compiler.fx.training_pair import TrainingPair
 from glue_compiler.graph_pass import Stage
 from glue_compiler.handoff import HandOff, hand_off, hand_off_in_parts
-from glue_compiler.options import GlueOptions, parse_options
+from glue_compiler.options import GlueOptions, extra_passes_in, parse_options
 from glue_compiler.pipeline import Pipeline
-from glue_compiler.report.dump import render_graph
+from glue_compiler.report.dump import render_graph, render_pair
 from glue_compiler.report.session import GraphReport, Session, session_for
 
 
@@ -35,6 +36,7 @@ class GlueBackend:
         self._session = session
         self.frames: WeakSet[CodeType] = WeakSet()
         """The code objects that were compiled with this backend."""
+        self.rewrites = RewriteCounter()
 
     def __call__(
         self,
@@ -50,9 +52,10 @@ class GlueBackend:
         session = self._session_for(pipeline.options)
         report = GraphReport.of_captured(gm)
         is_shown = compat.trace_is_on() or (session is not None and session.folder is not None)
-        report.passes += pipeline.run(gm, Stage.CAPTURED, render_graph if is_shown else None)
-        # Before anything is compiled: the frame is then converted again without the assumption.
-        expert_capture.check_proved(gm, (skip.reason for p in report.passes for skip in p.skips))
+        with self.rewrites.undone_on_error():
+            report.passes += pipeline.run(gm, Stage.CAPTURED, render_graph if is_shown else None)
+            # Before anything is compiled: the frame is then converted again without the assumption.
+            expert_capture.check_proved(gm, (skip.reason for p in report.passes for skip in p.skips))
         report.nodes_after = bodies.count_nodes(gm)
         report.trace()
         if session:
@@ -61,7 +64,7 @@ class GlueBackend:
 
         def edit_pair(forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int) -> None:
             pair = TrainingPair(forward, backward, num_outputs)
-            added = pipeline.run_pair(pair, render_graph if is_shown else None)
+            added = pipeline.run_pair(pair, render_pair if is_shown else None)
             report.add_passes(added)
             if session:
                 session.update_graph(report, added)
@@ -81,6 +84,7 @@ class GlueBackend:
         from glue_compiler.ops.copy_engine import engine
 
         engine.release()
+        self.rewrites.reset()
 
     def begin_frame(self, stored: Mapping[str, Any], code: CodeType) -> bool:
         pipeline = self._pipeline_for(stored)  # wrong options and contracts are errors before anything is traced
@@ -93,8 +97,9 @@ class GlueBackend:
             session.add_capture_event(event)
 
     def _pipeline_for(self, stored: Mapping[str, Any]) -> Pipeline:
-        options = parse_options(stored.get("options"), stored.get("mode"), registry.pass_names())
-        return Pipeline(registry.all_passes(), options)
+        passes = registry.with_extra(registry.all_passes(), extra_passes_in(stored.get("options")))
+        options = parse_options(stored.get("options"), stored.get("mode"), [p.name for p in passes])
+        return Pipeline(passes, options, self.rewrites)
 
     def _session_for(self, options: GlueOptions) -> Session | None:
         return self._session or (session_for(options.dump) if options.dump else None)

@@ -21,7 +21,7 @@ class EditedPartition(torch._inductor.custom_graph_pass.CustomPartitionerFn):
     a cache hit brings graphs that were edited already.
     """
 
-    def __init__(self, key: bytes, edit: Edit | None = None, inner: Any = None) -> None:
+    def __init__(self, key: bytes | None, edit: Edit | None = None, inner: Any = None) -> None:
         self.key = key
         self.edit = edit
         self.inner = inner
@@ -49,7 +49,7 @@ KEEP_ORDER = {"reorder_for_peak_memory": False}
 before its copy has ended, and moves starts and waits."""
 
 
-def partition_patch(key: bytes, edit: Edit, options: Mapping[str, Any]) -> Mapping[str, Any]:
+def partition_patch(key: bytes | None, edit: Edit, options: Mapping[str, Any]) -> Mapping[str, Any]:
     """Inductor options that run ``edit`` on each pair, after the partitioner in ``options`` or Inductor's config."""
     from torch._inductor import config
 
