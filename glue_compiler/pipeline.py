@@ -26,7 +26,7 @@ from glue_compiler.fx.invariants import check_graph
 from glue_compiler.fx.missing_values import record_missing_values
 from glue_compiler.fx.prologues import join_prologues
 from glue_compiler.fx.training_pair import TrainingPair, check_pair
-from glue_compiler.graph_pass import GraphPass, PairPass, PassContext, PassResult, Prologue, Skip, Stage
+from glue_compiler.graph_pass import GraphPass, Numerics, PairPass, PassContext, PassResult, Prologue, Skip, Stage
 from glue_compiler.options import GlueOptions
 
 log = logging.getLogger(__name__)
@@ -38,6 +38,7 @@ class PassReport:
 
     name: str
     stage: Stage
+    numerics: Numerics
     changed: bool
     counts: Mapping[str, int] = field(default_factory=dict)
     skips: tuple[Skip, ...] = ()
@@ -176,6 +177,7 @@ class Pipeline:
         return PassReport(
             name=graph_pass.name,
             stage=graph_pass.stage,
+            numerics=graph_pass.numerics,
             changed=result.changed,
             counts=result.counts,
             skips=result.skips,

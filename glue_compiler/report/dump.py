@@ -22,7 +22,9 @@ Runs alone: `python {{this file}}` calls the graph on random inputs of the recor
 import torch
 from torch import device, inf, nan
 {imports}
+'''
 
+HELPERS = '''
 def checkpoint_body(body, *args, **kwargs):
     """What torch.ops.higher_order.tag_activation_checkpoint stands for."""
     return torch.utils.checkpoint.checkpoint(body, *args, use_reentrant=False)
@@ -39,7 +41,6 @@ def random_tensor(shape, stride, dtype, device, requires_grad):
 
 '''
 
-# Marks where replay_file.py takes a file apart.
 GRAPHS = "# The graph, its bodies first."
 
 _STEP = '''Backward = GraphModule
@@ -101,7 +102,7 @@ def render_pair(pair: TrainingPair) -> str:
 def _file(imports: dict[str, str], classes: Sequence[str], graph: str, inputs: Sequence[fx.Node]) -> str:
     header = _HEADER.format(imports="\n".join(imports.values()))
     listed = "\n".join(f"        {_input(node)}," for node in inputs)
-    return f"{header}{GRAPHS}\n\n" + "\n\n".join(classes) + _MAIN.format(graph=graph, inputs=listed)
+    return f"{header}{HELPERS}{GRAPHS}\n\n" + "\n\n".join(classes) + _MAIN.format(graph=graph, inputs=listed)
 
 
 def _render_classes(gm: fx.GraphModule, imports: dict[str, str]) -> list[str]:

@@ -85,6 +85,7 @@ def _pass_as_json(report: PassReport) -> dict[str, Any]:
     return {
         "name": report.name,
         "stage": report.stage.value,
+        "numerics": report.numerics.value,
         "changed": report.changed,
         "counts": dict(report.counts),
         "rewrites": [{"number": r.number, "what": r.what} for r in report.rewrites],

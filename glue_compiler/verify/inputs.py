@@ -103,28 +103,34 @@ def record_inputs(inputs: Sequence[Any]) -> Inputs:
         CannotCopy: for a tensor subclass, a tensor inside of a transform, or one memory read as two dtypes.
     """
     tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
-    bases: dict[int, dict[int, torch.Tensor]] = {}
+    together: dict[int, list[torch.Tensor]] = {}
     for tensor in tensors:
         if not is_plain(tensor) or tensor.is_conj() or tensor.is_neg():
             raise CannotCopy(f"an input is a {type(tensor).__name__} that is not plain memory")
-        own = bases.setdefault(storage_of(tensor), {})
-        own[id(_base(tensor))] = _base(tensor)
+        together.setdefault(storage_of(tensor), []).append(tensor)
+    if any(len({tensor.dtype for tensor in group}) > 1 for group in together.values()):
+        raise CannotCopy("one memory is read as two dtypes")
+    bases = {storage: _common_base(group) for storage, group in together.items()}
     memories: dict[int, tuple[int, torch.Tensor]] = {}
     looks: list[Any] = []
     for value in inputs:
         if not isinstance(value, torch.Tensor):
             looks.append(value)
             continue
-        found = list(bases[storage_of(value)].values())
-        # Several tensors over one memory without a common base: all become views of the memory as one row.
-        base = found[0] if len(found) == 1 and _covers(found[0], value) else _row(value)
-        if base.dtype != value.dtype:
-            raise CannotCopy("one memory is read as two dtypes")
+        base = bases[storage_of(value)]
         number, _ = memories.setdefault(storage_of(value), (len(memories), copy_of(base, base.dtype)))
         offset = int(value.storage_offset() - base.storage_offset())
         size, stride = tuple(value.shape), tuple(value.stride())
         looks.append(_Look(number, size, stride, offset, base is value, value.requires_grad, value.is_leaf))
     return Inputs(tuple(memory for _, memory in memories.values()), tuple(looks))
+
+
+def _common_base(group: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The tensor that all others are views of; without one, the memory as one row."""
+    base = _base(group[0])
+    if all(_base(tensor) is base and _covers(base, tensor) for tensor in group):
+        return base
+    return _row(group[0])
 
 
 def _base(tensor: torch.Tensor) -> torch.Tensor:
