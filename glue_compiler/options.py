@@ -24,6 +24,7 @@ _ENVIRONMENT = {
     "GLUE_MEMOIZE_THRESHOLD": "memoize_threshold",
     "GLUE_OFFLOAD": "offload",
     "GLUE_PINNED_LIMIT": "pinned_limit",
+    "GLUE_MEMORY_BUDGET": "memory_budget",
 }
 
 
@@ -47,6 +48,8 @@ class GlueOptions:
             moves.
         pinned_limit: the most bytes of page-locked host memory that this process may hold for copies; None: no limit.
             Beyond it, ordinary memory is used, which is slower. An int, or a string such as ``"8GiB"``.
+        memory_budget: bytes of device memory for a training step: of the inputs of checkpointed regions, the fewest
+            bytes move that bring the predicted peak below it. None: ``offload`` decides. An int, or ``"24GiB"``.
         inductor: Inductor's own options (from ``mode=`` and from the keys of ``options=`` that Inductor knows).
     """
 
@@ -59,6 +62,7 @@ class GlueOptions:
     memoize_threshold: int = 2**20
     offload: Literal["checkpoints"] | None = None
     pinned_limit: int | None = None
+    memory_budget: int | None = None
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
     def is_enabled(self, name: str, default: bool) -> bool:
@@ -171,6 +175,7 @@ _CONVERT = {
     "memoize_threshold": lambda value, _: parse_bytes(value),
     "offload": _offload,
     "pinned_limit": lambda value, _: None if value is None else parse_bytes(value),
+    "memory_budget": lambda value, _: None if value is None else parse_bytes(value),
 }
 
 
