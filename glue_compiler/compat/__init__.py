@@ -30,6 +30,7 @@ from glue_compiler.compat.inductor import (
 from glue_compiler.compat.loop_capture import (
     converted_code,
     instruction_index,
+    instructions_of,
     is_list_in,
     is_tracing,
     known_index,
@@ -86,6 +87,7 @@ __all__ = [
     "inductor_option_names",
     "install_frame_hook",
     "instruction_index",
+    "instructions_of",
     "is_compiled",
     "is_data_dependent_failure",
     "is_functorch_wrapped",
