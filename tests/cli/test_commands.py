@@ -233,6 +233,11 @@ def test_view_writes_one_page_that_loads_nothing(dump):
     assert "default-src 'none'" in page
 
 
+def test_a_prediction_needs_both_rates(dump):
+    assert run("view", str(dump), "--teraflops", "100").exit_code == 2
+    assert run("view", str(dump), "--teraflops", "100", "--link", "50").exit_code == 0
+
+
 def test_a_page_survives_code_that_looks_like_html(tmp_path):
     compile_and_call(lambda x: x + len("</script><b>"), tmp_path, torch.ones(2))
     target = tmp_path / "elsewhere.html"
