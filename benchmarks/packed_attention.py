@@ -34,7 +34,11 @@ DEVICE = "cuda"
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A model and its batches. ``documents``: lengths in every row; empty: not packed; ``None``: new ones each step."""
+    """A model and its batches.
+
+    ``documents``: lengths in every row; empty: not packed; ``None``: new ones each step. ``padding``: rows are half
+    full to full, and padded on the right.
+    """
 
     hidden: int
     intermediate: int
@@ -47,17 +51,20 @@ class Case:
     checkpointing: bool = False
     frozen: bool = False
     lora: bool = False
+    padding: bool = False
 
 
 CASES = {
     "packed": Case(1024, 3072, 28, 16, 8, 1, 8192, (512,) * 16),
     "mixed": Case(1024, 3072, 28, 16, 8, 1, 8192, None),
+    "padded": Case(1024, 3072, 28, 16, 8, 4, 2048, (), padding=True),
     "unpacked": Case(4096, 12288, 16, 32, 8, 2, 8192, (), checkpointing=True, frozen=True),
     "lora": Case(5120, 17408, 40, 40, 8, 1, 8192, (1024,) * 8, lora=True),
 }
 NAMES = {
     "packed": "Qwen3-0.6B shape, 16 documents of 512",
     "mixed": "Qwen3-0.6B shape, documents of 64 to 4096, other lengths each step",
+    "padded": "Qwen3-0.6B shape, 4 rows of 1024 to 2048 tokens, padded",
     "unpacked": "8B-like, 2 x 8192 tokens, not packed, checkpointing, frozen base",
     "lora": "Qwen3-14B shape with LoRA, 8 documents of 1024",
 }
@@ -115,6 +122,9 @@ def make_batches(case: Case, number: int) -> list[dict[str, Tensor]]:
         if lengths:
             positions = torch.cat([torch.arange(length) for length in lengths])
             batch["position_ids"] = positions.expand(case.rows, -1).to(DEVICE)
+        if case.padding:
+            number = torch.randint(case.length // 2, case.length + 1, (case.rows, 1), generator=generator)
+            batch["attention_mask"] = (torch.arange(case.length) < number).long().to(DEVICE)
         batches.append(batch)
     return batches
 
@@ -257,6 +267,7 @@ def measure(connection: Connection, case: Case, variant: str, rounds: int) -> No
         for step in steps[1:3]:
             step(lambda: None)
         torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # for the others
         connection.send(None)
         connection.recv()
         torch.cuda.reset_peak_memory_stats()

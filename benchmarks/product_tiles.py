@@ -68,14 +68,14 @@ def products(shape: Shape, offsets: Tensor) -> Iterator[tuple[str, float, list[T
         yield (
             f"{name} forward",
             operations,
-            list(dict.fromkeys([linear_tiles(rows, shape.experts, wide, x), *LINEAR])),
+            list(dict.fromkeys([linear_tiles(rows, shape.experts, wide, x, not kn), *LINEAR])),
             lambda tiles, x=x, weight=weight, kn=kn: linear(x, weight, offsets, None, kn, tiles),  # type: ignore[misc]
             lambda x=x, right=k_by_n: torch._grouped_mm(x, right, offs=offsets),  # type: ignore[misc]
         )
         yield (
             f"{name} grad of rows",
             operations,
-            list(dict.fromkeys([linear_tiles(rows, shape.experts, deep, x), *LINEAR])),
+            list(dict.fromkeys([linear_tiles(rows, shape.experts, deep, grad, kn), *LINEAR])),
             lambda tiles, grad=grad, weight=weight, kn=kn: linear(grad, weight, offsets, None, not kn, tiles),  # type: ignore[misc]
             lambda grad=grad, right=n_by_k: torch._grouped_mm(grad, right, offs=offsets),  # type: ignore[misc]
         )

@@ -88,9 +88,10 @@ def plan_offload(
 def worst_peak(regions: Sequence[Region], moved: Collection[int], *, buffers: int = 2, base_bytes: int = 0) -> int:
     """The most bytes on the device at one time under the overlapped schedule, whatever times copies and compute take.
 
-    That time is the end of a region's forward in slow copying: all inputs so far are there, with the one just
-    produced, but those moved and copied, which leaves out this region's and the one's before it. Backward never holds
-    more: of the moved inputs it has its region's own and the following one's.
+    In forward, at the end of a region and in slow copying: all inputs so far are there, with the one just produced, but
+    those moved and copied, which leaves out this region's and the one's before it. In backward: the inputs that stayed
+    and are still needed, and of the moved ones the region's own and the following one's. To each comes what else the
+    region's forward or backward holds, and ``base_bytes``.
 
     Raises:
         ValueError: ``buffers`` below 1.
@@ -101,9 +102,15 @@ def worst_peak(regions: Sequence[Region], moved: Collection[int], *, buffers: in
     under_way = 0
     for region, following in zip_longest(regions, regions[1:]):
         alive += following.nbytes if following else 0
-        peak = max(peak, alive)
+        peak = max(peak, alive + region.forward_base)
         alive -= under_way
         under_way = region.nbytes if region.index in moved else 0
+    staying = sum(region.nbytes for region in regions if region.index not in moved)
+    backward = regions[::-1]
+    for region, following in zip_longest(backward, backward[1:]):
+        reloaded = sum(one.nbytes for one in (region, following) if one and one.index in moved)
+        peak = max(peak, staying + reloaded + region.backward_base)
+        staying -= 0 if region.index in moved else region.nbytes
     return base_bytes + peak
 
 

@@ -70,7 +70,7 @@ def schedule_moves(
     """
     forward, backward = list(pair.forward.graph.nodes), list(pair.backward.graph.nodes)
     reloads, skips = _reloads(backward, regions, moved, buffers)
-    realised, realised_backward = _realised(pair.forward), _realised(pair.backward)
+    realised, realised_backward = realised_values(pair.forward), realised_values(pair.backward)
     order = sorted(reloads, key=lambda reload: reload.region.end)
     starts = [reload.region.end + 1 for reload in order]
     waits = _offload_waits(starts, [region.end + 1 for region in regions], len(forward) - 1)
@@ -139,7 +139,7 @@ def _in_order(starts: Sequence[int], waits: Sequence[int], buffers: int) -> tupl
     return (*steps, *(("wait", number) for number in under_way))
 
 
-def _realised(gm: fx.GraphModule) -> set[fx.Node]:
+def realised_values(gm: fx.GraphModule) -> set[fx.Node]:
     """Tensors that exist in memory whatever a compiler fuses: what products and attention read and write.
 
     An operator that must follow such a value costs nothing; one that must follow a value in the middle of a fused
@@ -149,9 +149,9 @@ def _realised(gm: fx.GraphModule) -> set[fx.Node]:
     for node in gm.graph.nodes:
         if getattr(node.target, "overloadpacket", None) in flop_registry:
             found.add(node)
-            found.update(operand for operand in node.all_input_nodes if operand.op == "call_function")
-    found.update(node for node in gm.graph.output_node().all_input_nodes if node.op == "call_function")
-    return {node for node in found if isinstance(value_of(node), torch.Tensor) and storage_root(node) is node}
+            found.update(map(storage_root, node.all_input_nodes))
+    found.update(map(storage_root, gm.graph.output_node().all_input_nodes))
+    return {node for node in found if node.op == "call_function" and isinstance(value_of(node), torch.Tensor)}
 
 
 def _latest(nodes: Sequence[fx.Node], place: int, realised: set[fx.Node]) -> fx.Node | None:

@@ -28,12 +28,16 @@ class Region:
         nbytes: bytes of its saved input.
         forward_seconds: compute time of its forward.
         backward_seconds: compute time of its backward, with the recomputation.
+        forward_base: the most bytes of everything but saved inputs during its forward, for ``worst_peak`` alone.
+        backward_base: likewise during its backward.
     """
 
     index: int
     nbytes: int
-    forward_seconds: float
-    backward_seconds: float
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
+    forward_base: int = 0
+    backward_base: int = 0
 
     def __post_init__(self) -> None:
         if self.nbytes < 0 or not (self.forward_seconds >= 0 and self.backward_seconds >= 0):

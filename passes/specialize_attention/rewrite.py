@@ -89,7 +89,7 @@ class _Writer:
                 result = self._call(
                     graph, _glue.packed_attention.default, query, key, value, cu_seqlens, length, *settings
                 )
-            elif replacement.form == "causal" and not site.dropout and self._has_fixed_heads(query, key):
+            elif replacement.form == "causal" and not site.dropout and _has_fixed_heads(query, key):
                 result = self._call(graph, _glue.causal_attention.default, query, key, value, site.scale)
             else:
                 result = self._call(
@@ -111,10 +111,6 @@ class _Writer:
         self.abandoned += [*site.output.all_input_nodes, *(n for i in site.inside for n in i.all_input_nodes)]
         for node in (site.output, *site.inside):
             graph.erase_node(node)
-
-    @staticmethod
-    def _has_fixed_heads(*nodes: fx.Node) -> bool:
-        return all(isinstance(value_of(node).shape[1], int) for node in nodes)
 
     # -- metadata of a packed batch
 
@@ -320,6 +316,11 @@ class _Writer:
                 value = node.target(*args, **kwargs)  # type: ignore[operator]
         node.meta.update({**self.meta, "example_value": value})
         return node
+
+
+def _has_fixed_heads(*nodes: fx.Node) -> bool:
+    # causal_attention compares the numbers of heads, which would guard on symbolic ones.
+    return all(isinstance(value_of(node).shape[1], int) for node in nodes)
 
 
 def _erase_dead(numbering: Numbering, candidates: list[fx.Node]) -> int:

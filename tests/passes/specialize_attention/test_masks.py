@@ -358,6 +358,35 @@ def test_lengths_that_change_do_not_recompile():
     assert len(run.graphs) == 1
 
 
+def test_metadata_that_costs_more_than_the_mask_is_not_written(monkeypatch):
+    """As on a GPU; on the CPU nothing is estimated."""
+    asked = []
+
+    def pays(capability, length, layers):
+        asked.append((length, layers))
+        return layers > 2
+
+    monkeypatch.setattr("glue_compiler.passes.specialize_attention.analysis.pays", pays)
+
+    def layers(number):
+        def fn(query, key, value, starts):
+            for _ in range(number):
+                mask = same(starts.cumsum(-1)) & causal()
+                query = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+            return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=causal())
+
+        return fn
+
+    for number, expected in ((2, {"causal": 1}), (3, {"packed": 3, "causal": 1})):
+        fn, tensors = layers(number), inputs()
+        torch._dynamo.reset()
+        run = specialized(fn)
+        assert_close(fn, run, tensors, STARTS)
+        assert counts(run) == expected
+        assert asked[-1] == (T, number)
+        assert all("less time" in skip.reason for skip in run.report.passes[0].skips)
+
+
 @pytest.mark.parametrize("documents", [False, True])
 def test_dynamic_lengths(documents):
     def fn(query, key, value, starts):
