@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,8 +52,8 @@ def test_the_defaults_are_those_of_the_code():
             assert default is None
         elif isinstance(default, int) and not isinstance(default, bool):
             assert options.parse_bytes(shown) == default
-        elif shown == "{}":
-            assert default == {}
+        elif shown in ("{}", "[]"):
+            assert not default
         else:
             assert shown in (repr(default), f'"{default}"')
 
@@ -73,6 +74,16 @@ def test_every_pass_has_a_page_that_says_how_to_see_it():
         page = (ROOT / "docs" / f"{name}.md").read_text()
         assert page.startswith(f"# {name}")
         assert "**How to see it.**" in page
+
+
+def test_the_tests_of_the_page_about_testing_pass():
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/testing.md").read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(compile(block, "docs/testing.md", "exec"), names)
+    tests = [test for name, test in names.items() if name.startswith("test_")]
+    assert len(tests) == 2
+    for test in tests:
+        test()
 
 
 # mkdocs checks the links between pages of docs/; README.md and links out of docs/ are outside of its site.

@@ -40,6 +40,18 @@ number = 3
 """
 
 
+OWN_PASS = """
+from glue_compiler.graph_pass import GraphPass, Numerics, PassResult
+
+class Own(GraphPass):
+    name = "my_own_pass"
+    numerics = Numerics.BITWISE
+
+    def run(self, graph, context):
+        return PassResult(changed=False)
+"""
+
+
 def twice(x):
     return x.cumsum(0) * 2 + x.cumsum(0) * 3, torch.rand_like(x.float()), torch.rand_like(x.float())
 
@@ -129,6 +141,17 @@ def test_doctor_fails_on_a_wrong_variable(monkeypatch):
     result = run("doctor")
     assert result.exit_code == 1
     assert "hoist_metadata" in result.output
+
+
+def test_doctor_shows_passes_of_the_users_own(module, tmp_path, monkeypatch):
+    (tmp_path / "of_the_user.py").write_text(OWN_PASS)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("GLUE_EXTRA_PASSES", "of_the_user:Own")
+    assert "my_own_pass" in run("doctor").output
+    monkeypatch.setenv("GLUE_EXTRA_PASSES", "of_the_user:Onw")
+    result = run("doctor")
+    assert result.exit_code == 1
+    assert "Onw" in result.output
 
 
 def test_known_problems_are_those_of_this_torch(monkeypatch):
