@@ -211,6 +211,31 @@ def test_a_returned_call_is_explained(returned, call):
     assert call_of(lambda: returned) == call
 
 
+# -- replay and bisect
+
+
+def test_replay_runs_a_dumped_graph_against_the_one_before(dump):
+    result = run("replay", str(dump / "graph_000" / "01_hoist_metadata.after.py"))
+    assert result.exit_code == 0
+    assert "after.py" in result.output
+
+
+def test_replay_of_what_is_not_there_is_a_mistake(tmp_path):
+    assert run("replay", str(tmp_path / "nothing.py")).exit_code == 2
+
+
+def test_bisect_takes_the_whole_command_after_two_dashes(monkeypatch, tmp_path):
+    implementation = pytest.importorskip("glue_compiler.cli.bisect")
+    calls = []
+    monkeypatch.setattr(implementation, "bisect", lambda command, **rest: calls.append((command, rest)) or 2)
+    result = run(
+        "bisect", "--metric", r"loss (\S+)", "--folder", str(tmp_path), "--", "python", "t.py", "--metric", "x"
+    )
+    assert result.exit_code == 2
+    expected = {"metric": r"loss (\S+)", "tolerance": 0.0, "folder": tmp_path}
+    assert calls == [(["python", "t.py", "--metric", "x"], expected)]
+
+
 # -- diff and view
 
 
