@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from glue_compiler import options, registry
+from glue_compiler.compat.known_problems import KNOWN_PROBLEMS
+from glue_compiler.compat.versions import NEWEST_TORCH, OLDEST_TORCH
 from glue_compiler.options import GlueOptions
 from glue_compiler.report.environment import pass_states
 
@@ -74,6 +76,14 @@ def test_every_pass_has_a_page_that_says_how_to_see_it():
         page = (ROOT / "docs" / f"{name}.md").read_text()
         assert page.startswith(f"# {name}")
         assert "**How to see it.**" in page
+
+
+def test_the_known_problems_are_those_of_doctor():
+    rows = table(ROOT / "docs/versions.md", "torch | problem")
+    assert len(rows) == len(KNOWN_PROBLEMS)
+    for row, problem in zip(rows, KNOWN_PROBLEMS, strict=True):
+        everywhere = (problem.first, problem.last) == (OLDEST_TORCH, NEWEST_TORCH)
+        assert row["torch"] == ("all" if everywhere else ".".join(map(str, problem.first)))
 
 
 def test_the_tests_of_the_page_about_testing_pass():
