@@ -64,7 +64,7 @@ def test_a_printed_number_is_compared_with_the_run_without_passes(program, tmp_p
     assert found.what == "second 1 2"
     with pytest.raises(NothingToFind, match="does not fail"):
         bisect(command, metric=r"loss (\S+)", tolerance=1.0, folder=tmp_path / "out", say=lambda _: None)
-    with pytest.raises(NothingToFind, match="nothing is printed that matches"):
+    with pytest.raises(NothingToFind, match="prints nothing that matches"):
         bisect(command, metric=r"perplexity (\S+)", folder=tmp_path / "out", say=lambda _: None)
 
 
