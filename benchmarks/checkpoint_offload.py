@@ -1,14 +1,20 @@
 """Checkpoint offload on a decoder of Qwen3's shape: step time, peak memory and pinning cost, one row per way to do it.
 
-    python -m benchmarks.checkpoint_offload                       # Qwen3-8B's width, 16 layers, 2 x 8192 tokens
-    python -m benchmarks.checkpoint_offload --layers 8 --rows none,glue
-    python -m benchmarks.checkpoint_offload --hidden 5120 --intermediate 17408 --heads 40 --layers 40
+    python -m benchmarks.checkpoint_offload                          # Qwen3-8B's width, 16 layers, 2 x 8192 tokens
+    python -m benchmarks.checkpoint_offload --shape 14b --layers 20 --rows none,glue
+    python -m benchmarks.checkpoint_offload --longest --budget 24GiB # the longest sequence that trains in so much
+    python -m benchmarks.checkpoint_offload --numerics --repeats 50  # errors against fp64, and a search for races
 
-Rows: ``none`` (full graph, no offload), ``serial`` (torch's own offload in the graph: a copy is waited for at once),
-``glue`` (full graph, ``offload="checkpoints"``), and for layers compiled one by one ``layers-none``, ``save_on_cpu``
-(torch's hooks) and ``layers-glue`` (``glue_compiler.offload_checkpoints()``). Weights are random and frozen; LoRA
-adapters of rank 16 on the query and value projections train. "pinning ms" is the time spent on getting page-locked
-memory in the row's first step.
+Rows, one graph: ``none`` (no offload), ``no-reorder`` (the same with Inductor's ``reorder_for_peak_memory`` off, which
+glue sets too), ``serial`` (torch's own offload: a copy is waited for at once), ``glue`` (``offload="checkpoints"``),
+``budget`` (``memory_budget`` of ``--budget``). Layers compiled one by one: ``layers-none``, ``save_on_cpu`` (torch's
+hooks), ``trl`` (TRL's stream hooks, where it is installed), ``layers-glue`` (``glue_compiler.offload_checkpoints()``).
+A row may be given twice, to see how much two runs differ.
+
+Weights are random and frozen; LoRA adapters of rank 16 on the query and value projections train. "saved" is the fall
+of the peak against the same model without offload, "of moved" its share of the bytes moved less two inputs, "waited" a
+step of the same graph whose every copy is over before the program goes on, "pinning" the time spent on page-locked
+memory in the first step, "host" what torch's allocator of page-locked memory holds after the last one.
 """
 
 from __future__ import annotations
@@ -23,109 +29,53 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
 
-ROWS = ("none", "serial", "glue", "layers-none", "save_on_cpu", "layers-glue")
+from benchmarks.checkpoint_decoder import Decoder, Shape, add_shape_arguments, batch_of, shape_of
+
+GRAPH_ROWS = ("none", "no-reorder", "serial", "glue")
+LAYER_ROWS = ("layers-none", "save_on_cpu", "trl", "layers-glue")
+ROWS = (*GRAPH_ROWS, "budget", *LAYER_ROWS)
+GIB = 2**30
+
+Context = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
-class Shape:
-    """Of a decoder; ``tokens`` in each of ``batch`` sequences."""
+class Measured:
+    """Milliseconds of a step, median and fastest and with every copy waited for; seconds of the first; bytes."""
 
-    hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    head_size: int
-    layers: int
-    batch: int
-    tokens: int
-
-    @property
-    def input_bytes(self) -> int:
-        """Of one layer's input in bf16."""
-        return 2 * self.batch * self.tokens * self.hidden
+    median: float
+    fastest: float
+    waited: float | None
+    first_seconds: float
+    peak: int
+    moved: int
+    pinning: float
+    host: int
 
 
-class LoraLinear(nn.Module):
-    """A frozen weight and a trained product of rank 16."""
+def prepare(row: str, model: Decoder, budget: str | None = None) -> tuple[Callable[..., Tensor], Context]:
+    """The callable to step with, and the context of a step.
 
-    def __init__(self, wide_in: int, wide_out: int, **kwargs: Any) -> None:
-        super().__init__()
-        self.base = nn.Linear(wide_in, wide_out, bias=False, **kwargs).requires_grad_(False)
-        self.down = nn.Linear(wide_in, 16, bias=False, **kwargs)
-        self.up = nn.Linear(16, wide_out, bias=False, **kwargs)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.up(self.down(x))
-
-
-class Layer(nn.Module):
-    """Qwen3's decoder layer: normalised heads, rotary positions, grouped key and value heads, a gated MLP."""
-
-    def __init__(self, shape: Shape, **kwargs: Any) -> None:
-        super().__init__()
-        self.shape = shape
-        wide, narrow = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
-        self.query = LoraLinear(shape.hidden, wide, **kwargs)
-        self.key = nn.Linear(shape.hidden, narrow, bias=False, **kwargs).requires_grad_(False)
-        self.value = LoraLinear(shape.hidden, narrow, **kwargs)
-        self.out = nn.Linear(wide, shape.hidden, bias=False, **kwargs).requires_grad_(False)
-        self.gate = nn.Linear(shape.hidden, shape.intermediate, bias=False, **kwargs).requires_grad_(False)
-        self.up = nn.Linear(shape.hidden, shape.intermediate, bias=False, **kwargs).requires_grad_(False)
-        self.down = nn.Linear(shape.intermediate, shape.hidden, bias=False, **kwargs).requires_grad_(False)
-        self.before_attention = nn.RMSNorm(shape.hidden, eps=1e-6, **kwargs).requires_grad_(False)
-        self.before_mlp = nn.RMSNorm(shape.hidden, eps=1e-6, **kwargs).requires_grad_(False)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        shape = self.shape
-        h = self.before_attention(x)
-        q, k, v = (
-            p(h).view(x.shape[0], x.shape[1], -1, shape.head_size).transpose(1, 2)
-            for p in (self.query, self.key, self.value)
-        )
-        q, k = (functional.rms_norm(t, (shape.head_size,)) for t in (q, k))
-        q, k = (t * cos + torch.cat((-t.chunk(2, -1)[1], t.chunk(2, -1)[0]), -1) * sin for t in (q, k))
-        a = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        x = x + self.out(a.transpose(1, 2).flatten(2))
-        h = self.before_mlp(x)
-        return x + self.down(functional.silu(self.gate(h)) * self.up(h))
-
-
-class Decoder(nn.Module):
-    """Checkpointed layers and a random projection as the loss: a vocabulary would only add time to all rows."""
-
-    def __init__(self, shape: Shape, device: torch.device) -> None:
-        super().__init__()
-        kwargs = {"device": device, "dtype": torch.bfloat16}
-        self.layers = nn.ModuleList(Layer(shape, **kwargs) for _ in range(shape.layers))
-        angles = torch.outer(
-            torch.arange(shape.tokens, device=device),
-            1e6 ** -(torch.arange(0, shape.head_size, 2, device=device) / shape.head_size),
-        )
-        angles = torch.cat((angles, angles), -1)
-        self.register_buffer("cos", angles.cos().bfloat16())
-        self.register_buffer("sin", angles.sin().bfloat16())
-
-    def forward(self, x: Tensor, target: Tensor) -> Tensor:
-        x = x * 1.0  # as from an embedding: the first input is the model's own
-        for layer in self.layers:
-            x = checkpoint(layer, x, self.cos, self.sin, use_reentrant=False)
-        return (x.float() * target).sum()
-
-
-def prepare(row: str, model: Decoder) -> tuple[Callable[..., Tensor], Callable[[], AbstractContextManager[Any]]]:
-    """The callable to step with, and the context of a step."""
+    Raises:
+        ImportError: the row needs a package that is not there.
+    """
     if row in ("none", "serial"):
         return torch.compile(model, fullgraph=True), nullcontext
-    if row == "glue":
-        return torch.compile(model, backend="glue", fullgraph=True, options={"offload": "checkpoints"}), nullcontext
+    if row == "no-reorder":
+        return torch.compile(model, fullgraph=True, options={"reorder_for_peak_memory": False}), nullcontext
+    if row in ("glue", "budget"):
+        options = {"offload": "checkpoints"} if row == "glue" else {"memory_budget": budget}
+        return torch.compile(model, backend="glue", fullgraph=True, options=options), nullcontext
     for layer in model.layers:
         layer.compile(fullgraph=True)
     if row == "save_on_cpu":
         return model, lambda: torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available())
+    if row == "trl":
+        from trl.models.activation_offloading import OffloadActivations
+
+        return model, OffloadActivations
     if row == "layers-glue":
         import glue_compiler
 
@@ -158,76 +108,143 @@ def serial_offload(shape: Shape) -> AbstractContextManager[Any]:
     )
 
 
-def measure(row: str, shape: Shape, steps: int, device: torch.device) -> dict[str, float]:
-    """Milliseconds of a step, GiB at the peak, GiB pinned, and the first step's milliseconds after compiling."""
-    from glue_compiler.ops.copy_engine import engine
-
-    pinning_before = engine.pool.pinning_seconds
-    torch.manual_seed(0)
-    model = Decoder(shape, device)
-    x = torch.randn(shape.batch, shape.tokens, shape.hidden, device=device, dtype=torch.bfloat16, requires_grad=True)
-    target = torch.randn(shape.batch, shape.tokens, shape.hidden, device=device)
-    step_model, context = prepare(row, model)
+def stepper(
+    step_model: Callable[..., Tensor], context: Context, model: Decoder, batch: tuple[Tensor, Tensor]
+) -> Callable[[], float]:
+    """A training step without an optimiser, on an idle device; returns its milliseconds."""
 
     def step() -> float:
         start = time.perf_counter()
         with context():
-            step_model(x, target).backward()
-        for p in model.parameters():
-            p.grad = None
-        x.grad = None
-        if device.type == "cuda":
+            step_model(*batch).backward()
+        for tensor in (*model.parameters(), *batch):
+            tensor.grad = None
+        if batch[0].is_cuda:
             torch.cuda.synchronize()
         return (time.perf_counter() - start) * 1000
 
+    return step
+
+
+def measure(row: str, shape: Shape, steps: int, device: torch.device, budget: str | None = None) -> Measured:
+    from glue_compiler.ops.copy_engine import engine
+
+    on_gpu = device.type == "cuda"
+    torch.manual_seed(0)
+    model = Decoder(shape, device)
+    step = stepper(*prepare(row, model, budget), model, batch_of(shape, device))
     with serial_offload(shape) if row == "serial" else nullcontext():
-        compiling = step()
-        second = step()
-        if device.type == "cuda":
+        first = step()
+        pinning = engine.pool.pinning_seconds
+        step()
+        if on_gpu:
             torch.cuda.reset_peak_memory_stats()
         times = [step() for _ in range(steps)]
-    result = {"ms": statistics.median(times), "min": min(times), "second": second, "first_s": compiling / 1000}
-    if device.type == "cuda":
-        result["peak"] = torch.cuda.max_memory_allocated() / 2**30
-    result["pinned"] = engine.pool.pinned_bytes() / 2**30
-    result["pin_ms"] = (engine.pool.pinning_seconds - pinning_before) * 1000
+    peak = torch.cuda.max_memory_allocated() if on_gpu else 0
+    waited = None
+    if row in ("glue", "budget", "layers-glue"):
+        with engine.synchronised():
+            waited = statistics.median(step() for _ in range(3))
+    return Measured(
+        median=statistics.median(times),
+        fastest=min(times),
+        waited=waited,
+        first_seconds=first / 1000,
+        peak=peak,
+        moved=engine.pool.held_bytes(),
+        pinning=pinning * 1000,
+        host=int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)) if on_gpu else 0,
+    )
+
+
+def clean_up(device: torch.device) -> None:
+    """Nothing of a row may count for the next one."""
+    from glue_compiler.ops.copy_engine import engine
+
     engine.release()
-    return result
+    engine.pool.pinning_seconds = 0.0
+    torch._dynamo.reset()
+    gc.collect()  # a compiled layer refers to itself
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("hidden", 4096), ("intermediate", 12288), ("heads", 32), ("kv-heads", 8), ("layers", 16)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--head-size", type=int, default=128)
-    parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--steps", type=int, default=9)
-    parser.add_argument("--rows", default=",".join(ROWS))
-    options = vars(parser.parse_args(arguments))
-    rows, steps = options.pop("rows").split(","), options.pop("steps")
-    shape = Shape(**options)
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    print(f"{name}, torch {torch.__version__}, {shape}")
-    print(f"layer inputs: {shape.layers} x {shape.input_bytes / 2**20:.0f} MiB\n")
-    heads = ("step ms", "min", "peak GiB", "pinned GiB", "pinning ms", "2nd step", "1st s")
+def print_rows(rows: list[str], shape: Shape, steps: int, device: torch.device, budget: str | None) -> None:
+    heads = (
+        "step ms",
+        "fastest",
+        "x none",
+        "waited",
+        "peak GiB",
+        "saved",
+        "of moved",
+        "moved",
+        "host GiB",
+        "pinning ms",
+        "1st s",
+    )
     print(f"{'row':<12} " + " ".join(f"{head:>10}" for head in heads))
+    without: dict[bool, Measured] = {}
     for row in rows:
         try:
-            r = measure(row, shape, steps, device)
+            got = measure(row, shape, steps, device, budget)
+        except ImportError as missing:
+            print(f"{row:<12} skipped: {missing}")
         except Exception as error:  # one way that fails must not hide the others
             print(f"{row:<12} failed: {type(error).__name__}: {str(error).splitlines()[0][:150] if str(error) else ''}")
         else:
-            print(
-                f"{row:<12} {r['ms']:10.1f} {r['min']:10.1f} {r.get('peak', 0):10.2f} {r['pinned']:10.2f} "
-                f"{r['pin_ms']:10.0f} {r['second']:10.1f} {r['first_s']:10.1f}",
-                flush=True,
+            in_layers = row in LAYER_ROWS
+            if row in ("none", "layers-none"):
+                without.setdefault(in_layers, got)
+            base = without.get(in_layers)
+            possible = got.moved - 2 * shape.input_bytes
+            saved = base.peak - got.peak if base else 0
+            cells = (
+                f"{got.median:.1f}",
+                f"{got.fastest:.1f}",
+                f"{got.median / base.median:.3f}" if base else "",
+                f"{got.waited:.1f}" if got.waited else "",
+                f"{got.peak / GIB:.2f}",
+                f"{saved / GIB:.2f}" if base and base is not got else "",
+                f"{saved / possible:.0%}" if base and possible > 0 else "",
+                f"{got.moved / GIB:.2f}",
+                f"{got.host / GIB:.2f}",
+                f"{got.pinning:.0f}",
+                f"{got.first_seconds:.1f}",
             )
-        torch._dynamo.reset()
-        gc.collect()  # a compiled layer refers to itself, and its weights would count for the next row
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+            print(f"{row:<12} " + " ".join(f"{cell:>10}" for cell in cells), flush=True)
+        clean_up(device)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    from benchmarks import checkpoint_length, checkpoint_numerics
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_shape_arguments(parser)
+    parser.add_argument("--steps", type=int, default=9)
+    parser.add_argument("--rows", default=",".join((*GRAPH_ROWS, *LAYER_ROWS)), help=f"of {', '.join(ROWS)}")
+    parser.add_argument("--budget", help="such as 24GiB: for the row 'budget', and the device memory of --longest")
+    parser.add_argument(
+        "--longest", action="store_true", help="the longest sequence that trains, for rows none and glue"
+    )
+    parser.add_argument("--numerics", action="store_true", help="errors against fp64, and repeats of one step")
+    parser.add_argument("--repeats", type=int, default=50)
+    given = parser.parse_args(arguments)
+    shape, rows = shape_of(given), given.rows.split(",")
+    if unknown := set(rows) - set(ROWS):
+        parser.error(f"unknown rows: {', '.join(sorted(unknown))}")
+    if given.budget is None and (given.longest or "budget" in rows):
+        parser.error("--longest and the row 'budget' need --budget")
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    print(f"{name}, torch {torch.__version__}, {shape}")
+    if given.longest:
+        checkpoint_length.print_longest(("none", "glue"), shape, given.budget, device)
+    elif given.numerics:
+        checkpoint_numerics.print_numerics(shape, given.repeats, device)
+    else:
+        print(f"layer inputs: {shape.layers} x {shape.input_bytes / 2**20:.0f} MiB\n")
+        print_rows(rows, shape, given.steps, device, given.budget)
 
 
 if __name__ == "__main__":

@@ -65,6 +65,7 @@ class GlueBackend:
         report.trace()
         if session:
             session.add_graph(report, gm)
+        pair_passes = pipeline.pair_passes(gm)
         prologues = [p.prologue for p in report.passes if p.prologue is not None]
         if verify:
             verify.show_after(join_prologues(gm, prologues))
@@ -73,21 +74,17 @@ class GlueBackend:
             pair = TrainingPair(forward, backward, num_outputs)
             if verify:
                 verify.show_pair(render_pair(pair))
-            added = pipeline.run_pair(pair, render_pair if is_shown else None)
+            added = pipeline.run_pair(pair, pair_passes, render_pair if is_shown else None)
             report.add_passes(added)
             if verify:
                 verify.show_pair(render_pair(pair))
             if session:
                 session.update_graph(report, added)
 
+        wanted = {name: value for p in pair_passes for name, value in p.inductor_options(pipeline.options).items()}
+        own = dataclasses.replace(pipeline.options, inductor={**wanted, **pipeline.options.inductor})
         call = hand_off_in_parts(
-            self._hand_off,
-            prologues,
-            gm,
-            example_inputs,
-            pipeline.options,
-            pipeline.uuid(),
-            edit_pair if pipeline.pair_passes else None,
+            self._hand_off, prologues, gm, example_inputs, own, pipeline.uuid(), edit_pair if pair_passes else None
         )
         return verify.around(call) if verify else call
 

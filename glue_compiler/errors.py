@@ -22,6 +22,10 @@ class GlueInvariantError(GlueError):
     """A pass left a graph that is not consistent (see ``fx/invariants.py``)."""
 
 
+class GlueOffloadError(GlueError):
+    """A selective checkpoint policy insists on host memory for a tensor that cannot wait there."""
+
+
 class GlueGraphFileError(GlueError, ValueError):
     """A graph that cannot be written to a file, or a file that no graph can be read from."""
 

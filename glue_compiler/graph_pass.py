@@ -130,9 +130,13 @@ class PairPass(GraphPass):
     def run(self, graph: fx.GraphModule, context: PassContext) -> PassResult:
         raise NotImplementedError(f"{self.name} works on the forward and backward graph together")
 
-    def wants_pairs(self, options: GlueOptions) -> bool:
-        """Is there anything to do under these options? If no pass wants it, glue leaves the partitioner alone."""
+    def wants_pairs(self, graph: fx.GraphModule, options: GlueOptions) -> bool:
+        """May there be anything to do for this captured graph? If no pass wants it, the partitioner is left alone."""
         return True
+
+    def inductor_options(self, options: GlueOptions) -> Mapping[str, Any]:
+        """What Inductor must keep to for the result of this pass to last; the user's own options win."""
+        return {}
 
     @abstractmethod
     def run_pair(self, pair: TrainingPair, context: PassContext) -> PassResult:

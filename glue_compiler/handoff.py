@@ -39,11 +39,7 @@ def hand_off(
     # config_patches, and not a context manager around the call: the backward is compiled after it has returned.
     patches = {**options.inductor, **compat.cache_key_patch(passes_uuid, options.inductor)}
     if edit_pair is not None:
-        patches = {
-            **partition.KEEP_ORDER,
-            **patches,
-            **partition.partition_patch(passes_uuid, edit_pair, options.inductor),
-        }
+        patches |= partition.partition_patch(passes_uuid, edit_pair, options.inductor)
     return compat.compile_with_inductor(gm, inputs, patches)
 
 

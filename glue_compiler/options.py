@@ -24,6 +24,7 @@ _ENVIRONMENT = {
     "GLUE_MEMOIZE_THRESHOLD": "memoize_threshold",
     "GLUE_OFFLOAD": "offload",
     "GLUE_PINNED_LIMIT": "pinned_limit",
+    "GLUE_MEMORY_BUDGET": "memory_budget",
     "GLUE_FUEL": "fuel",
     "GLUE_VERIFY": "verify",
     "GLUE_EXTRA_PASSES": "extra_passes",
@@ -50,6 +51,8 @@ class GlueOptions:
             moves.
         pinned_limit: the most bytes of page-locked host memory that this process may hold for copies; None: no limit.
             Beyond it, ordinary memory is used, which is slower. An int, or a string such as ``"8GiB"``.
+        memory_budget: bytes of device memory for a training step: of the inputs of checkpointed regions, the fewest
+            bytes move that bring the predicted peak below it. None: ``offload`` decides. An int, or ``"24GiB"``.
         fuel: the number of the last single rewrite that is made, over all passes and graphs in order; None: all are.
         verify: check every call of a compiled graph, forward and backward, against its graph from before glue.
         extra_passes: passes of the user's own: objects, classes, or names as ``"module:Class"``.
@@ -65,6 +68,7 @@ class GlueOptions:
     memoize_threshold: int = 2**20
     offload: Literal["checkpoints"] | None = None
     pinned_limit: int | None = None
+    memory_budget: int | None = None
     fuel: int | None = None
     verify: bool = False
     extra_passes: tuple[Any, ...] = ()
@@ -209,6 +213,7 @@ _CONVERT = {
     "memoize_threshold": lambda value, _: parse_bytes(value),
     "offload": _offload,
     "pinned_limit": lambda value, _: None if value is None else parse_bytes(value),
+    "memory_budget": lambda value, _: None if value is None else parse_bytes(value),
     "fuel": _fuel,
     "verify": _flag("verify"),
     "extra_passes": _extra_passes,

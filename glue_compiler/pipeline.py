@@ -17,7 +17,7 @@ from pathlib import Path
 from torch import fx
 
 from glue_compiler import compat
-from glue_compiler.errors import GlueContractError, GlueWarning
+from glue_compiler.errors import GlueContractError, GlueOffloadError, GlueWarning
 from glue_compiler.fuel import Fuel, Rewrite, RewriteCounter
 from glue_compiler.fx import bodies
 from glue_compiler.fx.copying import copy_graph, has_changed
@@ -103,8 +103,10 @@ class Pipeline:
 
         return [run_one(p) for p in self.passes if p.stage is stage]
 
-    def run_pair(self, pair: TrainingPair, snapshot: PairSnapshotter | None = None) -> list[PassReport]:
-        """Run the passes of the stage ``PARTITIONED`` on both graphs of a training step, in place."""
+    def run_pair(
+        self, pair: TrainingPair, passes: Sequence[PairPass], snapshot: PairSnapshotter | None = None
+    ) -> list[PassReport]:
+        """Run ``passes`` on both graphs of a training step, in place."""
         context = PassContext(self.options, EffectAnalysis.for_graph(pair.forward))
         graphs = [pair.forward, pair.backward]
 
@@ -113,12 +115,11 @@ class Pipeline:
             show = functools.partial(snapshot, pair) if snapshot else None
             return self._run_one(graph_pass, graphs, run, lambda _: check_pair(pair), context, show)
 
-        return [run_one(p) for p in self.pair_passes]
+        return [run_one(p) for p in passes]
 
-    @property
-    def pair_passes(self) -> tuple[PairPass, ...]:
-        """The passes that have something to do in the forward and backward graphs of a step."""
-        return tuple(p for p in self.passes if isinstance(p, PairPass) and p.wants_pairs(self.options))
+    def pair_passes(self, gm: fx.GraphModule) -> tuple[PairPass, ...]:
+        """The passes that may have something to do in the forward and backward graphs that ``gm`` becomes."""
+        return tuple(p for p in self.passes if isinstance(p, PairPass) and p.wants_pairs(gm, self.options))
 
     def uuid(self) -> bytes | None:
         """Identifies the enabled passes: their names, sources and the options they read. None: nothing is to be cached.
@@ -162,7 +163,7 @@ class Pipeline:
             fuel.give_back()
             for graph in saved:
                 _restore(graph)
-            if self.options.strict:
+            if self.options.strict or isinstance(failure, GlueOffloadError):
                 raise
             error = f"{type(failure).__name__}: {failure}"
             result = None

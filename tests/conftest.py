@@ -24,6 +24,7 @@ def no_glue_variables(monkeypatch):
         "GLUE_MEMOIZE_THRESHOLD",
         "GLUE_OFFLOAD",
         "GLUE_PINNED_LIMIT",
+        "GLUE_MEMORY_BUDGET",
         "GLUE_FUEL",
         "GLUE_VERIFY",
         "GLUE_EXTRA_PASSES",

@@ -47,6 +47,13 @@ def checked_inductor_option(name: str, value: Any) -> Any:
     return value
 
 
+def uses_cuda_graphs(options: Mapping[str, Any]) -> bool:
+    """Are CUDA graphs on, by ``options`` or by Inductor's config?"""
+    from torch._inductor import config
+
+    return bool(options.get("triton.cudagraphs", config.triton.cudagraphs))
+
+
 def compile_with_inductor(
     gm: fx.GraphModule, inputs: Sequence[Any], config_patches: Mapping[str, Any]
 ) -> Callable[..., Any]:

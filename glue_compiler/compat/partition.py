@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from glue_compiler.compat.inductor import uuid_beside
+from glue_compiler.compat.offload_policies import save_what_is_to_be_offloaded
 
 Edit = Callable[[fx.GraphModule, fx.GraphModule, int], None]
 """Changes a forward and a backward graph in place; the int is the number of forward outputs that are not saved."""
@@ -31,10 +32,12 @@ class EditedPartition(torch._inductor.custom_graph_pass.CustomPartitionerFn):
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         from torch._functorch.partitioners import min_cut_rematerialization_partition
 
+        save_what_is_to_be_offloaded(gm)
         partition: Callable[..., Any] = self.inner or min_cut_rematerialization_partition
         forward, backward = partition(gm, joint_inputs, **kwargs)
-        if self.edit is not None:
-            self.edit(forward, backward, kwargs["num_fwd_outputs"])
+        if self.edit is None:
+            raise RuntimeError("a partitioner that came out of a cache key partitions nothing")
+        self.edit(forward, backward, kwargs["num_fwd_outputs"])
         return forward, backward
 
     def uuid(self) -> Any | None:
@@ -42,11 +45,6 @@ class EditedPartition(torch._inductor.custom_graph_pass.CustomPartitionerFn):
 
     def __getstate__(self) -> dict[str, Any]:
         return {"key": self.key, "edit": None, "inner": None}
-
-
-KEEP_ORDER = {"reorder_for_peak_memory": False}
-"""Inductor options under which it keeps a graph's order: its peak-memory reordering does not know that a start returns
-before its copy has ended, and moves starts and waits."""
 
 
 def partition_patch(key: bytes | None, edit: Edit, options: Mapping[str, Any]) -> Mapping[str, Any]:

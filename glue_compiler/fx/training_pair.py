@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from glue_compiler.compat.rng_states import is_rng_state
 from glue_compiler.errors import GlueInvariantError
 from glue_compiler.fx.values import value_of
 
@@ -17,7 +18,8 @@ class TrainingPair:
     """The two graphs of one training step.
 
     The forward's outputs from ``num_outputs`` on are the saved values. Each goes to the backward's placeholder of its
-    name; saved tensors are in the same order in both.
+    name (but for the states of random generators, which are not in ``saved``); saved tensors are in the same order in
+    both.
     """
 
     forward: fx.GraphModule
@@ -31,7 +33,8 @@ class TrainingPair:
 
     @property
     def saved(self) -> tuple[fx.Node, ...]:
-        return tuple(value for value in self.returned[self.num_outputs :] if isinstance(value, fx.Node))
+        values = self.returned[self.num_outputs :]
+        return tuple(value for value in values if isinstance(value, fx.Node) and not is_rng_state(value))
 
     @property
     def returned(self) -> tuple[Any, ...]:

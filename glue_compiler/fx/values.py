@@ -109,6 +109,11 @@ def most_bytes(tensor: torch.Tensor, shape_env: Any) -> int | None:
     return total
 
 
+def keeps_layout(tensor: torch.Tensor) -> bool:
+    """Does a copy made by ``torch.empty_like`` have the same strides? Not so for a slice or an expanded tensor."""
+    return list(map(expression, tensor.stride())) == list(map(expression, torch.empty_like(tensor).stride()))
+
+
 def source_line(node: fx.Node) -> str:
     """The user's line that a node comes from: ``model.py:12 in forward``, or ``""``."""
     trace = node.meta.get("stack_trace") or ""

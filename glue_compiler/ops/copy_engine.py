@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from glue_compiler.compat import runtime, saved_tensor_hooks
 from glue_compiler.ops.pinned_pool import PinnedPool
 
 
@@ -60,8 +61,13 @@ class CopyEngine:
         return host
 
     def wait_offload(self, host: Tensor) -> None:
-        """From here on the current stream may reuse the memory of the source."""
-        self._wait(host)
+        """From here on the current stream may reuse the memory of the source.
+
+        Where saved-tensor hooks of the user are at work, the copy has ended on return: a hook may read ``host``.
+        """
+        copy = self._wait(host)
+        if copy is not None and saved_tensor_hooks.are_active():
+            copy.event.synchronize()
 
     def start_reload(self, host: Tensor, device: torch.device) -> Tensor:
         """A tensor on ``device`` that a copy of ``host`` is filling; to be read after :meth:`wait_reload` only."""
@@ -83,10 +89,11 @@ class CopyEngine:
             return len(self._in_flight)
 
     def release(self) -> None:
-        """Give host memory and streams back; copies in flight end first."""
+        """Give host memory and streams back; copies end first, those that a stream waits for too."""
         with self._lock:
             for copy in self._in_flight.values():
                 copy.event.synchronize()
+            self.pool.synchronize()
             self._in_flight.clear()
             self._streams.clear()
             self.pool.release()
@@ -102,6 +109,11 @@ class CopyEngine:
 
     def _copy(self, into: Tensor, source: Tensor, stream: Any, *, key: Tensor, host: Tensor) -> None:
         device = stream.device
+        if runtime.is_capturing():
+            raise RuntimeError(
+                "checkpoint offload cannot be captured in a CUDA graph: a replay would use host memory that is reused; "
+                "capture a model that is compiled without it"
+            )
         block = self.pool.block_of(host)
         # Taken before stream is made current: inside, current_stream() is the copy stream itself.
         stream.wait_stream(torch.cuda.current_stream(device))
@@ -119,11 +131,12 @@ class CopyEngine:
             if key.numel():
                 self._in_flight[key.data_ptr()] = _Copy(event, device, (into, source))
 
-    def _wait(self, key: Tensor) -> None:
+    def _wait(self, key: Tensor) -> _Copy | None:
         with self._lock:
             copy = self._in_flight.pop(key.data_ptr(), None)
         if copy is not None:
             torch.cuda.current_stream(copy.device).wait_event(copy.event)
+        return copy
 
     def _forget_finished(self) -> None:
         """What nobody waited for, because a forward or a backward ended early, must not stay for ever."""

@@ -40,6 +40,11 @@ class Block:
         return self.memory.numel()
 
     @property
+    def locked_bytes(self) -> int:
+        """Page-locked bytes that it takes: torch's allocator of page-locked memory gives out powers of two."""
+        return 1 << (self.nbytes - 1).bit_length() if self.pinned else 0
+
+    @property
     def is_free(self) -> bool:
         """No tensor but the pool's own refers to the memory: this needs no call from whoever drops a tensor."""
         return storages.use_count(self.memory) == self._unused
@@ -82,7 +87,17 @@ class PinnedPool:
             return self._blocks.get(host.untyped_storage().data_ptr())
 
     def pinned_bytes(self) -> int:
-        return sum(block.nbytes for block in list(self._blocks.values()) if block.pinned)
+        return sum(block.locked_bytes for block in list(self._blocks.values()))
+
+    def held_bytes(self) -> int:
+        """Of all blocks, page-locked or not."""
+        return sum(block.nbytes for block in list(self._blocks.values()))
+
+    def synchronize(self) -> None:
+        """Wait, on the host, for every copy from or to these blocks."""
+        for block in list(self._blocks.values()):
+            if block.last_copy is not None:
+                block.last_copy.synchronize()
 
     def release(self) -> None:
         """Forget all blocks: free ones go back to the system now, others with their last tensor."""
@@ -96,8 +111,9 @@ class PinnedPool:
         if free:
             return free[0]
         if pinned:
-            self._make_room(nbytes, limit)
-            if limit is not None and self.pinned_bytes() + nbytes > limit:
+            locked = 1 << (nbytes - 1).bit_length()
+            self._make_room(locked, limit)
+            if limit is not None and self.pinned_bytes() + locked > limit:
                 self._warn(f"the limit of {limit} bytes of pinned memory is reached")
                 return self._block(nbytes, False, None)
         start = time.perf_counter()

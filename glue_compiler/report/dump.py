@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import types
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import fx
 
 from glue_compiler import compat
+from glue_compiler.compat import layers
 from glue_compiler.fx import bodies
 from glue_compiler.fx.training_pair import TrainingPair
 from glue_compiler.fx.values import Symbolic, expression, is_plain, value_of
@@ -127,9 +129,25 @@ def _render_class(gm: fx.GraphModule, modules: dict[int, str], imports: dict[str
             init.append(line)
     # Removing a policy from a checkpoint changes what is saved, not what is computed.
     source = code.src.replace("torch.ops.higher_order.tag_activation_checkpoint(", "checkpoint_body(")
+    source = _with_layers(source, gm)
     body = "\n".join(f"    {line}" if line.strip() else "" for line in source.strip().splitlines())
     lines = "\n".join(f"        {line}" for line in init)
     return f"class {modules[id(gm)]}(torch.nn.Module):\n    def __init__(self):\n{lines}\n\n{body}\n"
+
+
+def _with_layers(source: str, gm: fx.GraphModule) -> str:
+    """A comment names the layer of the statements below it, wherever it changes."""
+    layer_by_name = {node.name: layers.layer_of(node) for node in gm.graph.nodes if node.op.startswith("call_")}
+    current = ""
+    lines = []
+    for line in source.splitlines():
+        statement = re.match(r"( +)(\w+)(?:: \"[^\"]*\")? = ", line)
+        layer = layer_by_name.get(statement[2], current) if statement else current
+        if statement and layer != current:
+            lines.append(f"{statement[1]}# Layer: {layer or 'none'}")
+            current = layer
+        lines.append(line)
+    return "\n".join(lines)
 
 
 def _import(name: str, value: Any) -> str | None:

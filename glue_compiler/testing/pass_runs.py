@@ -8,11 +8,11 @@ from typing import Any
 from torch import fx
 
 from glue_compiler import registry
-from glue_compiler.errors import GlueOptionError, unknown_name
+from glue_compiler.errors import GlueContractError, GlueOptionError, unknown_name
 from glue_compiler.fx.copying import copy_graph_module
 from glue_compiler.fx.prologues import join_prologues
 from glue_compiler.fx.training_pair import TrainingPair
-from glue_compiler.graph_pass import GraphPass, Stage
+from glue_compiler.graph_pass import GraphPass, PairPass, Stage
 from glue_compiler.options import parse_options
 from glue_compiler.pipeline import PassReport, Pipeline
 from glue_compiler.report.dump import render_graph, render_pair
@@ -67,7 +67,9 @@ def run_pass(graph: fx.GraphModule | TrainingPair, graph_pass: Any, **options: A
     pipeline = Pipeline.of_one(found, parsed)
     if isinstance(graph, TrainingPair):
         copied = TrainingPair(copy_graph_module(graph.forward), copy_graph_module(graph.backward), graph.num_outputs)
-        (report,) = pipeline.run_pair(graph, render_pair)
+        if not isinstance(found, PairPass):
+            raise GlueContractError(f"pass '{found.name}' takes a captured graph, not a forward and backward pair")
+        (report,) = pipeline.run_pair(graph, [found], render_pair)
         return PassRun(copied, graph, report)
     before = copy_graph_module(graph)
     (report,) = pipeline.run(graph, Stage.CAPTURED, render_graph)

@@ -1,51 +1,130 @@
-"""overlap_offload: checkpoint inputs go to the host and come back while the device computes."""
+"""overlap_offload: saved tensors go to the host and come back while the device computes."""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import glue_compiler.ops.offload  # noqa: F401  a graph from the cache calls the operators, and no pass runs for it
+from glue_compiler.compat import inductor, offload_policies
+from glue_compiler.errors import GlueOffloadError, GlueWarning
+from glue_compiler.fx import bodies
 from glue_compiler.graph_pass import Numerics, PairPass, PassContext, PassResult, Skip
-from glue_compiler.passes.overlap_offload.analysis import find_saved_inputs, schedule_moves
 from glue_compiler.passes.overlap_offload.checker import check_offload
-from glue_compiler.passes.overlap_offload.plan import plan_offload
+from glue_compiler.passes.overlap_offload.copies import find_round_trips, may_copy, save_sources
+from glue_compiler.passes.overlap_offload.memory import predict_memory
+from glue_compiler.passes.overlap_offload.plan import OffloadPlan, Region, plan_offload
 from glue_compiler.passes.overlap_offload.rewrite import apply_schedule
+from glue_compiler.passes.overlap_offload.saved_tensors import RegionTensors, find_saved_tensors
+from glue_compiler.passes.overlap_offload.schedule import schedule_moves
 
 if TYPE_CHECKING:
+    from torch import fx
+
     from glue_compiler.fx.training_pair import TrainingPair
+    from glue_compiler.options import GlueOptions
 
 BUFFERS = 2
 
 
 class OverlapOffload(PairPass):
-    """Move the saved inputs of checkpointed regions to the host, with copies that overlap with compute.
+    """Move saved tensors to the host, with copies that overlap with compute.
 
-    Off unless ``options={"offload": "checkpoints"}`` asks for it. Counts: ``regions`` found, ``moved`` tensors,
-    ``bytes`` moved in a step (an upper bound with dynamic shapes; 0 where none is known).
+    Which: the inputs of checkpointed regions (``options={"offload": "checkpoints"}``, or as few of them as
+    ``memory_budget`` needs), what a selective checkpoint
+    policy marks with ``MUST_CPU_OFFLOAD`` or ``PREFER_CPU_OFFLOAD``, and what the graph copies to the host and back
+    by itself. Counts: ``regions`` found, ``moved`` tensors, ``bytes`` moved in a step (an upper bound with dynamic
+    shapes); with a budget also ``predicted_peak``.
+
+    Bitwise as long as operators run one by one: a compiler that fuses rounds a tensor that is written out.
     """
 
     name: ClassVar[str] = "overlap_offload"
     numerics: ClassVar[Numerics] = Numerics.BITWISE
 
-    def cache_options(self, options: Any) -> Any:
-        return options.offload, options.pinned_limit
+    def cache_options(self, options: GlueOptions) -> Any:
+        return options.offload, options.pinned_limit, options.memory_budget
 
-    def wants_pairs(self, options: Any) -> bool:
-        return options.offload is not None
+    def wants_pairs(self, graph: fx.GraphModule, options: GlueOptions) -> bool:
+        policies = any(map(offload_policies.has_selective_policy, bodies.graph_modules(graph)))
+        return _moves_inputs(options) or policies or offload_policies.torch_offloads() or may_copy(graph)
+
+    def inductor_options(self, options: GlueOptions) -> Mapping[str, Any]:
+        # Reordering for peak memory does not know that a start returns before its copy has ended. Data dependencies
+        # keep starts and waits in order all the same, so whoever asked for no offload keeps it.
+        return {"reorder_for_peak_memory": False} if _moves_inputs(options) else {}
 
     def run_pair(self, pair: TrainingPair, context: PassContext) -> PassResult:
-        if context.options.inductor.get("triton.cudagraphs"):
-            reason = "CUDA graphs replay memory at fixed addresses and hold no host tensors; without them, inputs move"
-            return PassResult(changed=False, skips=(Skip(reason),))
-        regions, skips = find_saved_inputs(pair, context.shape_env)
-        plan = plan_offload([region.as_region() for region in regions], None, policy="all", buffers=BUFFERS)
+        options = context.options
+        if inductor.uses_cuda_graphs(options.inductor):
+            return _refuse_cuda_graphs(pair)
+        trips, skips = find_round_trips(pair)
+        save_sources(pair, trips)
+        regions, more = find_saved_tensors(
+            pair, context.shape_env, all_inputs=_moves_inputs(options), copied=[trip.source for trip in trips]
+        )
+        skips += more
+        required = [region.index for region in regions if region.is_required]
+        plan = self._plan(pair, regions, required, context)
         schedule = schedule_moves(pair, regions, plan.moved, BUFFERS)
-        skips += schedule.skips
+        skips += [*schedule.skips, *_preferred_but_left(regions, plan.moved, plan.reason)]
+        counts = {"regions": len(regions)}
+        if options.memory_budget is not None:
+            counts |= {"predicted_peak": plan.peak_bytes, "memory_budget": options.memory_budget}
+            skips += _over_budget(plan, options.memory_budget)
         if not schedule.moves:
-            reason = plan.reason if regions else "no checkpointed region with a saved input of its own: nothing to move"
-            return PassResult(changed=False, counts={"regions": len(regions)}, skips=(*skips, Skip(reason)))
-        groups = apply_schedule(pair, schedule, context.options.pinned_limit, BUFFERS)
-        check_offload(pair, groups, BUFFERS)
+            if _moves_inputs(options):
+                nothing = "no checkpointed region with a saved input of its own: nothing to move"
+                skips.append(Skip(plan.reason if regions else nothing))
+            return PassResult(changed=False, counts=counts, skips=tuple(skips))
+        groups = apply_schedule(pair, schedule, options.pinned_limit, BUFFERS)
+        check_offload(pair, groups, schedule.buffers)
         moved = [move.one for region in schedule.moves for move in region]
-        counts = {"regions": len(regions), "moved": len(moved), "bytes": sum(one.nbytes for one in moved)}
+        counts |= {"moved": len(moved), "bytes": sum(one.nbytes for one in moved)}
         return PassResult(changed=True, counts=counts, skips=tuple(skips))
+
+    def _plan(
+        self, pair: TrainingPair, regions: list[RegionTensors], required: list[int], context: PassContext
+    ) -> OffloadPlan:
+        budget = context.options.memory_budget
+        if budget is None:
+            sizes = [Region(region.index, region.nbytes) for region in regions]
+            return plan_offload(sizes, None, policy="all", buffers=BUFFERS, required=required)
+        fused = context.options.compiler == "inductor"
+        sizes, base = predict_memory(pair, regions, context.shape_env, only_realised=fused)
+        return plan_offload(
+            sizes, None, policy="budget", budget=budget, base_bytes=base, buffers=BUFFERS, required=required
+        )
+
+
+def _moves_inputs(options: GlueOptions) -> bool:
+    return options.offload is not None or options.memory_budget is not None
+
+
+def _over_budget(plan: OffloadPlan, budget: int) -> list[Skip]:
+    """Says so, once in the report and once as a warning, when even all moves do not bring the peak below the budget."""
+    if plan.peak_bytes <= budget:
+        return []
+    reason = (
+        f"the memory_budget of {budget / 2**30:.2f} GiB cannot be kept: a peak of {plan.peak_bytes / 2**30:.2f} GiB is "
+        f"predicted ({plan.reason}). A shorter sequence, a smaller batch or more checkpointed regions lower it."
+    )
+    warnings.warn(f"glue: {reason}", GlueWarning, stacklevel=2)
+    return [Skip(reason)]
+
+
+def _preferred_but_left(regions: list[RegionTensors], moved: tuple[int, ...], reason: str) -> list[Skip]:
+    left = [one for region in regions if region.index not in moved for one in region.tensors]
+    return [
+        one.skip(f"PREFER_CPU_OFFLOAD marks it, and it stays; what moves: {reason}")
+        for one in left
+        if one.wish == "prefer"
+    ]
+
+
+def _refuse_cuda_graphs(pair: TrainingPair) -> PassResult:
+    reason = "CUDA graphs replay memory at fixed addresses and hold no host tensors; without them, inputs move"
+    if any(offload_policies.wish_of(saved) == "must" for saved in pair.saved):
+        raise GlueOffloadError(f"CheckpointPolicy.MUST_CPU_OFFLOAD cannot be kept: {reason}")
+    return PassResult(changed=False, skips=(Skip(reason),))

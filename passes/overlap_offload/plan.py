@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import combinations, zip_longest
@@ -43,6 +42,7 @@ def plan_offload(
     base_bytes: int = 0,
     budget: int | None = None,
     buffers: int = 2,
+    required: Collection[int] = (),
 ) -> OffloadPlan:
     """Choose the regions to move.
 
@@ -59,22 +59,25 @@ def plan_offload(
         base_bytes: everything on the device but the saved inputs, when most of it is there.
         budget: bytes, for the policy "budget".
         buffers: see ``OffloadPlan``.
+        required: indices of regions that move whatever the policy says, the last one too.
 
     Raises:
         ValueError: the policy "budget" without a budget, ``buffers`` below 1, or two regions of one index.
     """
     if len({region.index for region in regions}) < len(regions):
         raise ValueError("two regions have the same index")
-    movable: Sequence[Region] = [region for region in regions[:-1] if region.nbytes]
+    fixed = frozenset(required)
+    movable: Sequence[Region] = [r for r in regions[:-1] if r.nbytes and r.index not in fixed]
     if policy == "all":
         moved, reason = movable, "every region's input but the last, which backward needs at once"
-        if not movable:
+        if not movable and not fixed:
             reason = "nothing to move: only the last region has a saved input, which backward needs at once"
     elif budget is None:
         raise ValueError('the policy "budget" needs a budget in bytes')
     else:
-        moved, reason = _within_budget(regions, movable, budget - base_bytes, buffers)
-    indices = tuple(region.index for region in moved)
+        moved, reason = _within_budget(regions, movable, budget - base_bytes, buffers, fixed)
+    chosen = fixed.union(region.index for region in moved)
+    indices = tuple(region.index for region in regions if region.index in chosen)
     predicted = None
     if link is not None and any(region.forward_seconds + region.backward_seconds for region in regions):
         predicted = simulate(regions, link, indices, "overlapped", buffers=buffers, base_bytes=base_bytes)
@@ -85,9 +88,10 @@ def plan_offload(
 def worst_peak(regions: Sequence[Region], moved: Collection[int], *, buffers: int = 2, base_bytes: int = 0) -> int:
     """The most bytes on the device at one time under the overlapped schedule, whatever times copies and compute take.
 
-    That time is the end of a region's forward in slow copying: all inputs so far are there, with the one just
-    produced, but those moved and copied, which leaves out this region's and the latest ``buffers`` before it. Backward
-    never holds more: of the moved inputs it has its region's own and the following one's.
+    In forward, at the end of a region and in slow copying: all inputs so far are there, with the one just produced, but
+    those moved and copied, which leaves out this region's and the one's before it. In backward: the inputs that stayed
+    and are still needed, and of the moved ones the region's own and the following one's. To each comes what else the
+    region's forward or backward holds, and ``base_bytes``.
 
     Raises:
         ValueError: ``buffers`` below 1.
@@ -95,24 +99,28 @@ def worst_peak(regions: Sequence[Region], moved: Collection[int], *, buffers: in
     if buffers < 1:
         raise ValueError(f"a schedule needs at least one buffer, not {buffers}")
     alive = peak = regions[0].nbytes if regions else 0
-    in_flight: deque[int] = deque()
+    under_way = 0
     for region, following in zip_longest(regions, regions[1:]):
         alive += following.nbytes if following else 0
-        peak = max(peak, alive)
-        if region.index in moved:
-            in_flight.append(region.nbytes)
-            if len(in_flight) > buffers:
-                alive -= in_flight.popleft()
+        peak = max(peak, alive + region.forward_base)
+        alive -= under_way
+        under_way = region.nbytes if region.index in moved else 0
+    staying = sum(region.nbytes for region in regions if region.index not in moved)
+    backward = regions[::-1]
+    for region, following in zip_longest(backward, backward[1:]):
+        reloaded = sum(one.nbytes for one in (region, following) if one and one.index in moved)
+        peak = max(peak, staying + reloaded + region.backward_base)
+        staying -= 0 if region.index in moved else region.nbytes
     return base_bytes + peak
 
 
 def _within_budget(
-    regions: Sequence[Region], movable: Sequence[Region], room: int, buffers: int
+    regions: Sequence[Region], movable: Sequence[Region], room: int, buffers: int, fixed: frozenset[int]
 ) -> tuple[Sequence[Region], str]:
     """The regions to move so that the saved inputs fit ``room`` bytes, and why."""
 
     def peak(moved: Sequence[Region]) -> int:
-        return worst_peak(regions, {region.index for region in moved}, buffers=buffers)
+        return worst_peak(regions, fixed.union(region.index for region in moved), buffers=buffers)
 
     unmoved, lowest = peak(()), peak(movable)
     if unmoved <= room:

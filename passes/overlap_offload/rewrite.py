@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import fx
 from glue_compiler import compat
 from glue_compiler.fx.training_pair import TrainingPair
 from glue_compiler.fx.values import value_of
-from glue_compiler.passes.overlap_offload.analysis import Move, Schedule
+from glue_compiler.passes.overlap_offload.schedule import Move, Schedule
 
 _ops = torch.ops.glue
 
@@ -22,33 +22,43 @@ def apply_schedule(pair: TrainingPair, schedule: Schedule, pinned_limit: int | N
     Returns the number of the region of each host tensor, by its name in both graphs.
     """
     limit = -1 if pinned_limit is None else pinned_limit
-    waits: list[list[fx.Node]] = []
-    for number, region in enumerate(schedule.moves):
-        # The copy that used this one's place must have been waited for: a data dependency, so no compiler undoes it.
-        free = waits[number - buffers][0] if number >= buffers else None
-        hosts = []
-        for move in region:
-            # Waits go in by the place of the start that needs them, so starts and waits at one place keep this order.
-            with pair.forward.graph.inserting_before(move.offload_start):
-                hosts.append(_call(pair.forward, _ops.offload_start.default, move.one.saved, free, limit))
-        done = []
-        for move, host in zip(region, hosts, strict=True):
-            with pair.forward.graph.inserting_before(move.offload_wait):
-                after = move.offload_after
-                done.append(_call(pair.forward, _ops.offload_wait.default, host, move.one.saved, after))
-        waits.append(done)
+    hosts: dict[int, list[fx.Node]] = {}
+    waits: dict[int, list[fx.Node]] = {}
+    for step, number in schedule.steps:
+        group = schedule.moves[number]
+        if step == "start":
+            # The copies that used this place must have been waited for: a data dependency, so no compiler undoes it.
+            free = waits[number - buffers][-1] if number >= buffers else None
+            hosts[number] = [_start_offload(pair.forward, move, free, limit) for move in group]
+        else:
+            waits[number] = _wait_offloads(pair.forward, group, hosts[number])
     saved = {
         move.one.saved: done
-        for region, ended in zip(schedule.moves, waits, strict=True)
-        for move, done in zip(region, ended, strict=True)
+        for number, group in enumerate(schedule.moves)
+        for move, done in zip(group, waits[number], strict=True)
     }
     _return_instead(pair, saved)
-    for region in schedule.moves:
-        for move in region:
+    for group in schedule.moves:
+        for move in group:
             _reload(pair.backward, move, saved[move.one.saved])
     pair.forward.recompile()
     pair.backward.recompile()
-    return {host.name: number for number, ended in enumerate(waits) for host in ended}
+    return {host.name: number for number, ended in waits.items() for host in ended}
+
+
+def _start_offload(gm: fx.GraphModule, move: Move, free: fx.Node | None, limit: int) -> fx.Node:
+    with gm.graph.inserting_before(move.offload_start):
+        return _call(gm, _ops.offload_start.default, move.one.saved, free, limit)
+
+
+def _wait_offloads(gm: fx.GraphModule, group: Sequence[Move], hosts: Sequence[fx.Node]) -> list[fx.Node]:
+    """Each follows the one before it, so that whoever follows the last follows all."""
+    waits: list[fx.Node] = []
+    for move, host in zip(group, hosts, strict=True):
+        with gm.graph.inserting_before(move.offload_wait):
+            after = waits[-1] if waits else move.offload_after
+            waits.append(_call(gm, _ops.offload_wait.default, host, move.one.saved, after))
+    return waits
 
 
 def _reload(gm: fx.GraphModule, move: Move, saved: fx.Node) -> None:

@@ -28,12 +28,16 @@ class Region:
         nbytes: bytes of its saved input.
         forward_seconds: compute time of its forward.
         backward_seconds: compute time of its backward, with the recomputation.
+        forward_base: the most bytes of everything but saved inputs during its forward, for ``worst_peak`` alone.
+        backward_base: likewise during its backward.
     """
 
     index: int
     nbytes: int
-    forward_seconds: float
-    backward_seconds: float
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
+    forward_base: int = 0
+    backward_base: int = 0
 
     def __post_init__(self) -> None:
         if self.nbytes < 0 or not (self.forward_seconds >= 0 and self.backward_seconds >= 0):
@@ -96,9 +100,10 @@ def simulate(
         regions: in the order of the forward.
         moved: indices of the regions whose saved input goes to the host; must be empty for the schedule "none".
         schedule: "serial": the compute engine waits for every copy at once. "overlapped": in forward, a copy starts
-            after its region and the compute engine waits only for a place among ``buffers`` copies in flight; in
-            backward, the reload of a region starts with the backward of the region before it (the next one in the
-            model) if one of ``buffers`` is free, and the compute engine waits just before the region's own backward.
+            after its region, and the compute engine waits for it after the next region, behind the start of that one's
+            copy (in front of it, if ``buffers`` is 1); in backward, the reload of a region starts with the backward of
+            the region before it (the next one in the model) if one of ``buffers`` is free, and the compute engine
+            waits just before the region's own backward.
         buffers: the most copies in flight in forward, and the most reloaded inputs alive in backward.
         base_bytes: everything else on the device.
 
@@ -211,10 +216,14 @@ def _run_overlapped(run: _Run, regions: Sequence[Region], moved: frozenset[int],
     in_flight: deque[Event] = deque()
     for region in regions:
         run.forward(region)
+        started = []
         if region.index in moved:
-            if len(in_flight) == buffers:
+            while len(in_flight) >= buffers:
                 run.wait(in_flight.popleft())
-            in_flight.append(run.offload(region))
+            started.append(run.offload(region))
+        while in_flight:
+            run.wait(in_flight.popleft())
+        in_flight.extend(started)
     reloads: dict[int, Event] = {}
     backward = regions[::-1]
     for region, following in zip_longest(backward, backward[1:]):

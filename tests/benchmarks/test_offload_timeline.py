@@ -5,7 +5,8 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from benchmarks.offload_timeline import Decoder, main, measured_panel, record_step, training_step
+from benchmarks.checkpoint_decoder import Shape
+from benchmarks.offload_timeline import main, measured_panel, record_step, regions_of, training_step
 from benchmarks.profiler_trace import MeasuredSpan, read_step
 from benchmarks.timeline_svg import LEFT, Panel, Span, draw
 
@@ -89,12 +90,10 @@ def test_measured_copies_have_their_regions_colours_in_both_directions():
 
 
 def test_a_decoder_is_counted_by_hand():
-    sizes = Decoder(
-        hidden=8, intermediate=16, layers=2, heads=2, key_value_heads=1, head_size=4, batch=3, length=5, frozen=True
-    )
-    assert sizes.layer_weights == 8 * 8 * 2 + 8 * 4 * 2 + 3 * 8 * 16
+    shape = Shape(hidden=8, intermediate=16, layers=2, heads=2, kv_heads=1, head_size=4, batch=3, tokens=5)
+    assert shape.layer_weights == 8 * 8 * 2 + 8 * 4 * 2 + 3 * 8 * 16
     products, attention = 2 * 576 * 15, 4 * 3 * (5 * 5 / 2) * 8
-    first, second = sizes.regions(flops=100.0)
+    first, second = regions_of(shape, flops=100.0)
     assert (first.index, second.index, first.nbytes) == (0, 1, 15 * 8 * 2)
     assert first.forward_seconds == pytest.approx((products + attention) / 100)
     assert first.backward_seconds == pytest.approx((2 * products + 3.5 * attention) / 100)
@@ -142,14 +141,11 @@ def test_a_recorded_trace_is_drawn_too(tmp_path, capsys):
     assert "Measured: step 2.0 ms" in capsys.readouterr().out
 
 
-TINY = Decoder(
-    hidden=64, intermediate=128, layers=2, heads=2, key_value_heads=1, head_size=32, batch=1, length=16, frozen=True
-)
+TINY = Shape(hidden=64, intermediate=128, layers=2, heads=2, kv_heads=1, head_size=32, batch=1, tokens=16)
 
 
 def test_the_recorded_step_is_a_forward_and_backward_of_checkpointed_layers():
-    pytest.importorskip("transformers")
-    step = training_step(TINY, {"compiler": "aot_eager"}, "cpu")
+    step = training_step(TINY, {"compiler": "aot_eager"}, torch.device("cpu"))
     step()
     with torch.profiler.profile() as profile:
         step()
@@ -160,8 +156,7 @@ def test_the_recorded_step_is_a_forward_and_backward_of_checkpointed_layers():
 
 @pytest.mark.gpu
 def test_a_compiled_step_is_recorded():
-    pytest.importorskip("transformers")
-    trace, peak = record_step(training_step(TINY, {}, "cuda"))
+    trace, peak = record_step(training_step(TINY, {}, torch.device("cuda")))
     step = read_step(trace)
     assert {span.engine for span in step.spans} == {"compute"}
     assert step.step_seconds > 0

@@ -98,11 +98,62 @@ def test_copies_beside_compute_are_those_of_synchronised_copies(own_stream):
 
 
 @pytest.mark.gpu
-def test_streams_and_buffers_are_on_the_tensors_device():
+@pytest.mark.parametrize("own_stream", [False, True])
+def test_copies_are_on_the_tensors_device_whichever_device_and_stream_are_current(own_stream):
+    """With two devices, the tensor's is not the current one."""
     device = torch.device("cuda", torch.cuda.device_count() - 1)
+    if torch.cuda.device_count() > 1:
+        assert device.index != torch.cuda.current_device()
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream) if own_stream else contextlib.nullcontext():
+        if own_stream:
+            torch.cuda.set_device(0)  # the stream of one device is current, and another device
+        for _ in range(20):
+            x = torch.randn(2048, 2048, device=device)
+            x = x @ x
+            expected = x.clone()
+            host = ops.offload_wait(ops.offload_start(x, None, -1), x, None)
+            assert host.is_pinned()
+            del x
+            torch.full((2048, 2048), 7.0, device=device)  # takes the memory that was freed
+            back = ops.reload_wait(ops.reload_start(host, None, device), None)
+            assert back.device == device
+            assert torch.equal(back, expected)
+    torch.cuda.synchronize(device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("index", [0, 1])
+def test_each_of_two_devices_has_streams_of_its_own(index):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    device = torch.device("cuda", index)
     x = torch.randn(5, device=device)
+    ops.offload_wait(ops.offload_start(x, None, -1), x, None)
+    streams = engine._streams[device]
+    assert streams.device_to_host.device == streams.host_to_device.device == device
+
+
+@pytest.mark.gpu
+def test_hooks_on_saved_tensors_read_host_tensors_that_have_arrived():
+    x = torch.randn(64, 2**20, device="cuda")
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        host = ops.offload_wait(ops.offload_start(x, None, -1), x, None)
+        assert torch.equal(host, x.cpu())
+
+
+@pytest.mark.gpu
+def test_a_capture_into_a_cuda_graph_is_refused():
+    x = torch.randn(5, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(RuntimeError, match="cannot be captured"), torch.cuda.graph(graph):
+        ops.offload_start(x, None, -1)
+    torch.cuda.synchronize()
+
+
+@pytest.mark.gpu
+def test_memory_that_was_released_is_not_written_any_more():
+    x = torch.randn(64, 2**20, device="cuda")
     host = ops.offload_wait(ops.offload_start(x, None, -1), x, None)
-    assert host.is_pinned()
-    back = ops.reload_wait(ops.reload_start(host, None, device), None)
-    assert back.device == device
-    assert torch.equal(back, x)
+    engine.release()
+    assert torch.equal(host, x.cpu())

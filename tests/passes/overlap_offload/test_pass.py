@@ -7,6 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from glue_compiler.errors import GlueOptionError
+from glue_compiler.fx.values import keeps_layout
 from tests.captured import compile_with_glue
 from tests.passes.overlap_offload.models import Blocks, equal, step
 
@@ -157,3 +158,42 @@ def test_a_violation_restores_both_graphs(monkeypatch):
 def test_an_unknown_kind_of_offload_is_an_error():
     with pytest.raises(GlueOptionError, match="did you mean 'checkpoints'"):
         compile_with_glue(Blocks(1), offload="checkpoint").call(torch.randn(4, 8))
+
+
+def test_an_input_that_is_read_late_too_is_copied_after_that_and_the_others_as_before():
+    class Skips(Blocks):
+        def forward(self, x):
+            x = first = self.embed(x)
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False)
+            return self.head(x + first.square())
+
+    without, result, report = run_both(Skips(5), torch.randn(4, 8))
+    assert equal(without, result)
+    assert report.counts["moved"] >= 3
+
+
+def test_regions_that_recompute_a_random_operator_move_their_inputs():
+    class Drops(Blocks):
+        def between(self, x):
+            return self.embed(x)
+
+        def forward(self, x):
+            x = self.embed(x)
+            for block in self.blocks:
+                x = checkpoint(lambda x, block=block: attention(block(x)), x, use_reentrant=False)
+            return self.head(x)
+
+    def attention(x):
+        # On a CPU it counts as random, so that its generator state is saved.
+        return x + torch.nn.functional.scaled_dot_product_attention(*[x.view(1, 1, 4, 8)] * 3).view(4, 8)
+
+    without, result, report = run_both(Drops(4), torch.randn(4, 8))
+    assert equal(without, result)
+    assert report.counts["moved"] == 3
+
+
+def test_a_layout_with_gaps_is_told_from_a_dense_one():
+    x = torch.randn(4, 8)
+    assert all(map(keeps_layout, (x, x.t(), x[1:3], x.view(2, 2, 8).transpose(0, 2))))
+    assert not any(map(keeps_layout, (x[:, ::2], x[:, :3], x[:1].expand(4, 8))))

@@ -39,28 +39,28 @@ def test_serial_copies_add_all_their_time():
 
 def test_overlapped_reloads_start_with_the_backward_before_and_are_hidden():
     timeline = simulate(THREE, LINK, (0, 1), "overlapped", base_bytes=100)
-    assert spans(timeline, "forward") == {0: (0, 2), 1: (2, 4), 2: (4, 6)}
+    assert spans(timeline, "forward") == {0: (0, 2), 1: (2, 4), 2: (6, 8)}
     assert spans(timeline, "offload") == {0: (2, 6), 1: (6, 10)}
-    # Input 1 cannot come back before it is out, at 10 s: backward of region 1 waits from 9 s to 12 s.
-    assert spans(timeline, "backward") == {2: (6, 9), 1: (12, 15), 0: (15, 18)}
-    assert spans(timeline, "reload") == {1: (10, 12), 0: (12, 14)}
-    assert spans(timeline, "wait") == {1: (9, 12)}
-    # Copies take 12 s, and 3 s of them are waited for.
-    assert (timeline.step_seconds, timeline.overlap) == (18, 9 / 12)
-    # At 4 s inputs 0 and 1 are on their way out and region 2 has its own.
+    # Input 1 comes back while region 2's backward runs, input 0 while region 1's does.
+    assert spans(timeline, "backward") == {2: (10, 13), 1: (13, 16), 0: (16, 19)}
+    assert spans(timeline, "reload") == {1: (10, 12), 0: (13, 15)}
+    assert spans(timeline, "wait") == {0: (4, 6), 1: (8, 10)}
+    # Copies take 12 s, and 4 s of them are waited for.
+    assert (timeline.step_seconds, timeline.overlap) == (19, 8 / 12)
+    # At 4 s input 0 is on its way out, input 1 waits for that, and region 2 has its own.
     assert timeline.peak_bytes == 112
 
 
-def test_the_third_copy_in_flight_waits_for_the_first():
+def test_a_copy_is_waited_for_behind_the_next_region():
     five = [Region(index, 4, 1.0, 3.0) for index in range(5)]
     timeline = simulate(five, LINK, range(4), "overlapped")
-    assert spans(timeline, "forward") == {0: (0, 1), 1: (1, 2), 2: (2, 3), 3: (5, 6), 4: (9, 10)}
+    assert spans(timeline, "forward") == {0: (0, 1), 1: (1, 2), 2: (5, 6), 3: (9, 10), 4: (13, 14)}
+    # Each copy is issued before the one before it is waited for, so they follow each other without a gap.
     assert spans(timeline, "offload") == {0: (1, 5), 1: (5, 9), 2: (9, 13), 3: (13, 17)}
-    # Waits for the copies of regions 0 and 1, and in backward for input 3, back at 19 s.
     waits = [(event.region, event.start, event.end) for event in timeline.events if event.kind == "wait"]
-    assert waits == [(0, 3, 5), (1, 6, 9), (3, 13, 19)]
-    # While it waits at 3 s: two in flight, the third to move, and the one that region 2 has just produced.
-    assert timeline.peak_bytes == 16
+    assert waits == [(0, 2, 5), (1, 6, 9), (2, 10, 13), (3, 14, 17)]
+    # While it waits at 2 s: one in flight, one to follow, and the one that region 1 has just produced.
+    assert timeline.peak_bytes == 12
 
 
 def test_with_one_buffer_a_reload_waits_for_the_backward_before():

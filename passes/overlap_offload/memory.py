@@ -1,0 +1,87 @@
+"""Predicts the device memory of a training step from its two graphs. Changes nothing.
+
+Counted is what the graphs can see: parameters and other inputs, which stay for the whole step; saved tensors from
+where they are made to their last use in backward; gradients to the end of backward; and the intermediate values that
+are alive at a time. Sizes are upper bounds where they are dynamic. Not counted: optimiser states, gradients from
+earlier steps, other graphs, and what an operator takes for itself while it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import fx
+
+from glue_compiler.fx.storage_roots import storage_root
+from glue_compiler.fx.training_pair import TrainingPair
+from glue_compiler.fx.values import most_bytes, tensors_in, value_of
+from glue_compiler.passes.overlap_offload.plan import Region
+from glue_compiler.passes.overlap_offload.saved_tensors import RegionTensors
+from glue_compiler.passes.overlap_offload.schedule import realised_values
+
+
+def predict_memory(
+    pair: TrainingPair, regions: Sequence[RegionTensors], shape_env: object, *, only_realised: bool
+) -> tuple[list[Region], int]:
+    """The regions with what else is on the device during each one's forward and backward, and the bytes always there.
+
+    A region's forward reaches from the last use of the one's inputs before it to that of its own, its backward from its
+    inputs' first use to the next one's; the first and last ones take what is in front of and behind all regions.
+
+    Args:
+        only_realised: values between fused operators are never written to memory, as with Inductor: of intermediate
+            values, only those that products and attention read or write count.
+    """
+    inputs = pair.forward.graph.find_nodes(op="placeholder")
+    devices = [tensor.device for node in inputs for tensor in tensors_in(value_of(node))]
+    # A graph with inputs on the host too computes on another device.
+    device = next((device for device in devices if device.type != "cpu"), devices[0] if devices else None)
+
+    def nbytes(node: fx.Node) -> int:
+        value = value_of(node)
+        if not isinstance(value, torch.Tensor) or value.device != device:
+            return 0
+        return most_bytes(value, shape_env) or 0
+
+    always = sum(map(nbytes, inputs))
+    movable = {one.saved.name for region in regions for one in region.tensors}
+    excluded = movable | {node.name for node in inputs}
+    ahead = _live_bytes(pair.forward, excluded, only_realised, nbytes)
+    back = _live_bytes(pair.backward, excluded, only_realised, nbytes)
+    if not regions:
+        return [], always + max(*ahead, *back)
+    ends = [0, *(region.end + 1 for region in regions[:-1]), len(ahead)]
+    starts = [len(back), *(region.first_use for region in regions[1:]), 0]
+    return [
+        Region(
+            region.index,
+            region.nbytes,
+            forward_base=max(ahead[min(ends[place : place + 2]) : max(ends[place : place + 2]) + 1]),
+            backward_base=max(back[min(starts[place : place + 2]) : max(starts[place : place + 2]) + 1]),
+        )
+        for place, region in enumerate(regions)
+    ], always
+
+
+def _live_bytes(
+    gm: fx.GraphModule, excluded: Iterable[str], only_realised: bool, nbytes: Callable[[fx.Node], int]
+) -> list[int]:
+    """For each place of a graph, the bytes alive there but for the memory of the ``excluded`` nodes."""
+    nodes = list(gm.graph.nodes)
+    realised = realised_values(gm)
+    excluded = set(excluded)
+    last_use: dict[fx.Node, int] = {}
+    for place, node in enumerate(nodes):
+        last_use.update(dict.fromkeys(map(storage_root, node.all_input_nodes), place))
+    changes = [0] * (len(nodes) + 1)
+    for place, node in enumerate(nodes):
+        is_memory = storage_root(node) is node and node.name not in excluded
+        if is_memory and (node.op == "placeholder" or node in realised or not only_realised):
+            changes[place] += nbytes(node)
+            changes[last_use.get(node, place) + 1] -= nbytes(node)
+    alive, total = [], 0
+    for change in changes[:-1]:
+        total += change
+        alive.append(total)
+    return alive

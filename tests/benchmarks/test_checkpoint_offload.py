@@ -1,0 +1,47 @@
+"""The offload benchmark: its search for the longest sequence, its errors, and its rows on a tiny model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.checkpoint_decoder import SIZES, Decoder, Shape, batch_of
+from benchmarks.checkpoint_length import GRAIN, longest
+from benchmarks.checkpoint_numerics import errors, results
+from benchmarks.checkpoint_offload import measure
+
+TINY = Shape(**{**SIZES["tiny"], "layers": 2}, batch=1, tokens=16)
+
+
+@pytest.mark.parametrize("most", [0, 1, 5, 8, 13, 37])
+def test_the_longest_is_found(most):
+    asked = []
+
+    def trains(tokens):
+        asked.append(tokens)
+        return tokens <= most * GRAIN
+
+    assert longest(trains, 8 * GRAIN, 64 * GRAIN, steps=6) == most * GRAIN
+    assert len(asked) == len(set(asked)) <= 10
+
+
+def test_the_limit_ends_the_search():
+    assert longest(lambda _: True, GRAIN, 4 * GRAIN) == 7 * GRAIN
+
+
+def test_errors_are_relative_norms():
+    exact = {"loss": torch.tensor(2.0).double(), "a": torch.ones(4).double(), "b": torch.ones(1).double()}
+    got = {"loss": torch.tensor(2.5), "a": torch.ones(4), "b": torch.tensor([1.5])}
+    assert errors(got, exact) == (0.25, 0.25, 0.5)
+
+
+def test_every_gradient_of_the_adapters_is_a_result():
+    model = Decoder(TINY, torch.device("cpu"))
+    found = results(model, model, batch_of(TINY, torch.device("cpu")))
+    assert len(found) == 2 + 2 * 4  # loss and input; two adapters of two matrices in each layer
+
+
+def test_a_row_of_layers_moves_all_inputs_but_the_last():
+    got = measure("layers-glue", TINY, 1, torch.device("cpu"))
+    # The two last copies are still under way when backward starts, and are used from where they are.
+    assert got.moved == TINY.input_bytes

@@ -1,0 +1,211 @@
+"""Copies to the host and back that a graph holds already become starts and waits with compute between them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from glue_compiler.compat import version_at_least
+from glue_compiler.fx.effects import EffectAnalysis
+from glue_compiler.fx.training_pair import TrainingPair, check_pair
+from glue_compiler.graph_pass import PassContext
+from glue_compiler.options import GlueOptions
+from glue_compiler.passes.overlap_offload import OverlapOffload
+from glue_compiler.passes.overlap_offload.copies import find_round_trips, may_copy
+from tests.captured import compile_with_glue
+from tests.passes.overlap_offload.models import Blocks, step
+
+aten, glue, prims = torch.ops.aten, torch.ops.glue, torch.ops.prims
+
+
+def pair_of(forward, backward, num_outputs=1, device="cuda"):
+    """Two graphs on a device that need not exist, joined as AOTAutograd joins them.
+
+    ``forward(x, w)`` returns its outputs and then what it saves; ``backward`` takes that and a tangent.
+    """
+    with FakeTensorMode():
+        x, w = torch.empty(4, 8, device=device), torch.empty(8, 8, device=device)
+        ahead = make_fx(forward)(x, w)
+        returned = ahead.graph.output_node().args[0]
+        saved = returned[num_outputs:]
+        back = make_fx(backward)(*[node.meta["val"] for node in saved], torch.empty(4, 8, device=device))
+    for node, placeholder in zip(saved, back.graph.find_nodes(op="placeholder"), strict=False):
+        placeholder.name = node.name
+        placeholder.target = node.name
+    return TrainingPair(ahead, back, num_outputs)
+
+
+def to(tensor, device, **kwargs):
+    return aten._to_copy.default(tensor, device=torch.device(device), **kwargs)
+
+
+def forward(x, w, out=to):
+    a = torch.mm(x, w)
+    b = torch.mm(a.sin(), w)
+    c = torch.mm(b.sin(), w)
+    return c.sin(), out(a, "cpu"), out(b, "cpu"), out(c, "cpu"), w
+
+
+def backward(a, b, c, w, tangent, back=to):
+    for host in (c, b, a):
+        tangent = torch.mm(tangent * back(host, "cuda").cos(), w.t())
+    return (tangent,)
+
+
+def run_pass(pair, **options):
+    context = PassContext(GlueOptions(**options), EffectAnalysis.for_graph(pair.forward))
+    return OverlapOffload().run_pair(pair, context)
+
+
+def targets(gm: fx.GraphModule):
+    return [node.target for node in gm.graph.nodes if node.op == "call_function"]
+
+
+def device_put(tensor, device, **kwargs):
+    return prims.device_put.default(tensor, torch.device(device))
+
+
+@pytest.mark.parametrize("copy", [to, device_put])
+def test_copies_of_a_whole_step_become_starts_and_waits(copy):
+    pair = pair_of(lambda x, w: forward(x, w, copy), lambda *values: backward(*values, back=copy))
+    result = run_pass(pair)
+    assert result.counts == {"regions": 3, "moved": 3, "bytes": 3 * 4 * 8 * 4}
+    check_pair(pair)
+    ahead, back = targets(pair.forward), targets(pair.backward)
+    for found in (ahead, back):
+        assert aten._to_copy.default not in found
+        assert prims.device_put.default not in found
+    # Each copy starts behind the last use of its tensor, and two products hide those that are not the last.
+    assert [t for t in ahead if t in (glue.offload_start.default, glue.offload_wait.default)] == [
+        glue.offload_start.default,
+        glue.offload_start.default,
+        glue.offload_wait.default,
+        glue.offload_start.default,
+        glue.offload_wait.default,
+        glue.offload_wait.default,
+    ]
+    # c is needed at once; b and a come back while products run.
+    starts = [place for place, target in enumerate(back) if target is glue.reload_start.default]
+    waits = [place for place, target in enumerate(back) if target is glue.reload_wait.default]
+    assert [aten.mm.default in back[start:wait] for start, wait in zip(starts, waits, strict=True)] == [
+        False,
+        True,
+        True,
+    ]
+
+
+def test_torchs_own_operators_of_two_parts_are_taken_apart():
+    if not version_at_least(2, 12):
+        pytest.skip("torch 2.11 has no ao operators")
+    import torch._functorch._activation_offloading.offload_ops
+
+    ao = torch.ops.ao
+
+    def out(tensor, device):
+        return ao.wait_tensor.default(ao.offload.default(tensor), tensor)
+
+    def back(tensor, device):
+        return ao.wait_tensor.default(ao.reload.default(tensor, torch.device(device)), tensor)
+
+    pair = pair_of(lambda x, w: forward(x, w, out), lambda *values: backward(*values, back=back))
+    assert run_pass(pair).counts["moved"] == 3
+    check_pair(pair)
+    for found in (targets(pair.forward), targets(pair.backward)):
+        assert not any("ao::" in str(getattr(target, "_schema", "")) for target in found)
+
+
+def find(forward, backward, **kwargs):
+    return find_round_trips(pair_of(forward, backward, **kwargs))
+
+
+def one(x, w):
+    a = torch.mm(x, w)
+    return torch.mm(a.sin(), w), to(a, "cpu")
+
+
+def one_back(a, tangent):
+    return (tangent * to(a, "cuda"),)
+
+
+def test_one_round_trip_is_found():
+    found, skips = find(one, one_back)
+    assert ([trip.source.target for trip in found], skips) == ([aten.mm.default], [])
+
+
+def test_a_copy_that_comes_back_in_another_dtype_stays():
+    assert find(one, lambda a, tangent: (tangent * to(a, "cuda", dtype=torch.float64),)) == ([], [])
+    assert find(lambda x, w: (x, to(torch.mm(x, w), "cpu", dtype=torch.bfloat16)), one_back) == ([], [])
+
+
+def test_a_host_tensor_that_compute_on_the_host_reads_stays():
+    assert find(one, lambda a, tangent: (tangent * to(a, "cuda"), a.sin())) == ([], [])
+
+
+def test_a_host_tensor_that_forward_reads_or_returns_stays():
+    def reads(x, w):
+        host = to(torch.mm(x, w), "cpu")
+        return host.sin(), host
+
+    def returns(x, w):
+        host = to(torch.mm(x, w), "cpu")
+        return host, host
+
+    for ahead in (reads, returns):
+        assert find(ahead, one_back) == ([], [])
+
+
+def test_a_copy_of_what_the_caller_keeps_stays_with_a_skip():
+    def of_input(x, w):
+        return torch.mm(x, w), to(x, "cpu")
+
+    def of_output(x, w):
+        a = torch.mm(x, w)
+        return a, to(a, "cpu")
+
+    for ahead, reason in ((of_input, "which the caller keeps"), (of_output, "returned to the caller")):
+        pair = pair_of(ahead, one_back)
+        before = targets(pair.forward), targets(pair.backward)
+        result = run_pass(pair)
+        assert not result.changed
+        assert reason in result.skips[0].reason
+        assert (targets(pair.forward), targets(pair.backward)) == before
+
+
+def test_captured_graphs_with_copies_to_the_host_are_told_from_others():
+    with FakeTensorMode():
+        x = torch.empty(4, device="cuda")
+        assert may_copy(make_fx(lambda x: x.sin().cpu())(x))
+        assert not may_copy(make_fx(lambda x: x.sin())(x))
+        assert not may_copy(make_fx(lambda x: x.sum().cpu())(x))  # a number, for a log
+        assert not may_copy(make_fx(lambda x: x.sin())(torch.empty(4)))
+
+
+@pytest.mark.parametrize("separate_stream", [False, True])
+def test_what_torch_itself_offloads_is_overlapped(separate_stream):
+    if separate_stream and (not version_at_least(2, 12) or not torch.cuda.is_available()):
+        pytest.skip("torch's own streams need a device, and torch 2.12")
+    model, x = Blocks(4), torch.randn(4, 8)
+    expected = step(compile_with_glue(model).call, model, x)
+
+    def mark(gm, joint_inputs):
+        """Marks what regions start from: nothing in torch does."""
+        for node in gm.graph.nodes:
+            readers = {user.meta.get("ac_graph_id") for user in node.users} - {None, node.meta.get("ac_graph_id")}
+            node.meta["should_offload"] = node.op == "call_function" and bool(readers)
+        return gm
+
+    torch._dynamo.reset()
+    with torch._functorch.config.patch(
+        enable_activation_offloading=True,
+        activation_offload_separate_stream=separate_stream,
+        joint_custom_pass=mark,
+    ):
+        run = compile_with_glue(model, compiler="inductor", fx_graph_cache=False)
+        got = step(run.call, model, x)
+    report = run.report.passes[-1]
+    assert report.counts["moved"] == 4
+    for a, b in zip(expected, got, strict=True):
+        torch.testing.assert_close(a, b)
