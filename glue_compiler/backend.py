@@ -69,9 +69,9 @@ class GlueBackend:
                 session.update_graph(report, added)
 
         wanted = {name: value for p in pair_passes for name, value in p.inductor_options(pipeline.options).items()}
-        options = dataclasses.replace(pipeline.options, inductor={**wanted, **pipeline.options.inductor})
+        handed = dataclasses.replace(pipeline.options, inductor={**wanted, **pipeline.options.inductor})
         return hand_off_in_parts(
-            self._hand_off, prologues, gm, example_inputs, options, pipeline.uuid(), edit_pair if pair_passes else None
+            self._hand_off, prologues, gm, example_inputs, handed, pipeline.uuid(), edit_pair if pair_passes else None
         )
 
     def reset(self) -> None:
