@@ -11,13 +11,13 @@ PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraint
 # Threads that spin while they wait take the core away from what they wait for, where cores are few or shared.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo test test-transformers4 lint types clean
+.PHONY: demo docs test test-transformers4 lint types clean
 
 # torch goes first and pinned, so that nothing installed later chooses another build of it.
 $(VENV)/.installed: pyproject.toml setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) $(TORCH_INDEX) "$$(grep '^torch==' constraints.txt)"
-	$(PIP) -e '.[demo,test,lint]'
+	$(PIP) -e '.[cli,demo,test,lint,docs]'
 	touch $@
 
 .venv: $(VENV)/.installed
@@ -35,8 +35,12 @@ types: $(VENV)/.installed
 	cp -R glue_compiler demo .types/ && cp -R passes .types/glue_compiler/passes
 	cd .types && ../$(BIN)/mypy --config-file ../pyproject.toml --cache-dir ../.mypy_cache -p glue_compiler -p demo
 
+# The site, in site/; a link that leads nowhere is an error.
+docs: $(VENV)/.installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 # Tests spend their time in Python, tracing graphs, on one core each: two workers, and one torch thread in each.
-test: lint types
+test: lint types docs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 # The loops that transformers 4 writes, in an environment of its own.
@@ -47,4 +51,4 @@ test-transformers4:
 	OMP_NUM_THREADS=1 $(VENV)4/bin/python -m pytest tests/passes/group_experts/test_transformers4_experts.py
 
 clean:
-	rm -rf $(VENV) $(VENV)4 .types build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)4 .types site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,10 +1,12 @@
 """Training steps of models whose attention needs no mask, on one GPU: eager, Inductor, glue, and written by hand.
 
-    python -m benchmarks.packed_attention [--cases packed,unpacked] [--variants inductor,glue] [--layers 4]
+    python -m benchmarks.packed_attention [--cases packed,unpacked:4] [--variants inductor,glue]
 
 A step is forward and backward, without an optimizer; random weights, bf16, transformers' sdpa attention except where it
 is written by hand. All variants of a case compile side by side, each in its own process, and are timed one after the
-other once all are ready. "graphs" counts what Dynamo captured, "later" of them after the first step: recompiles.
+other once all are ready; "--together" lets the cases compile side by side too. "graphs" counts what Dynamo captured,
+"later" of them after the first step: recompiles. "attention", "products" and "others" add up the kernels of one more
+step, in milliseconds.
 
 "varlen by hand" and "flex by hand" replace the attention of every layer by torch's varlen_attn or flex_attention, with
 metadata that is made outside of the model, before the clock starts; "operators by hand" calls glue's from there.
@@ -19,6 +21,7 @@ import multiprocessing
 import statistics
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
@@ -31,7 +34,11 @@ DEVICE = "cuda"
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A model and its batches. ``documents``: lengths in every row; empty: not packed; ``None``: new ones each step."""
+    """A model and its batches.
+
+    ``documents``: lengths in every row; empty: not packed; ``None``: new ones each step. ``padding``: rows are half
+    full to full, and padded on the right.
+    """
 
     hidden: int
     intermediate: int
@@ -44,20 +51,25 @@ class Case:
     checkpointing: bool = False
     frozen: bool = False
     lora: bool = False
+    padding: bool = False
 
 
 CASES = {
     "packed": Case(1024, 3072, 28, 16, 8, 1, 8192, (512,) * 16),
     "mixed": Case(1024, 3072, 28, 16, 8, 1, 8192, None),
+    "padded": Case(1024, 3072, 28, 16, 8, 4, 2048, (), padding=True),
     "unpacked": Case(4096, 12288, 16, 32, 8, 2, 8192, (), checkpointing=True, frozen=True),
     "lora": Case(5120, 17408, 40, 40, 8, 1, 8192, (1024,) * 8, lora=True),
 }
 NAMES = {
     "packed": "Qwen3-0.6B shape, 16 documents of 512",
     "mixed": "Qwen3-0.6B shape, documents of 64 to 4096, other lengths each step",
+    "padded": "Qwen3-0.6B shape, 4 rows of 1024 to 2048 tokens, padded",
     "unpacked": "8B-like, 2 x 8192 tokens, not packed, checkpointing, frozen base",
     "lora": "Qwen3-14B shape with LoRA, 8 documents of 1024",
 }
+KINDS = {"attention": ("sdpa", "flash", "fmha", "flex", "attention"), "products": ("gemm", "nvjet", "cutlass", "xmma")}
+"""Words in the names of kernels."""
 VARIANTS = ("eager", "inductor", "glue", "varlen by hand", "flex by hand", "operators by hand")
 
 
@@ -110,6 +122,9 @@ def make_batches(case: Case, number: int) -> list[dict[str, Tensor]]:
         if lengths:
             positions = torch.cat([torch.arange(length) for length in lengths])
             batch["position_ids"] = positions.expand(case.rows, -1).to(DEVICE)
+        if case.padding:
+            number = torch.randint(case.length // 2, case.length + 1, (case.rows, 1), generator=generator)
+            batch["attention_mask"] = (torch.arange(case.length) < number).long().to(DEVICE)
         batches.append(batch)
     return batches
 
@@ -213,11 +228,34 @@ def make_steps(case: Case, variant: str, number: int) -> Iterator[Callable[[Call
         yield step
 
 
-def measure(connection: Connection, name: str, layers: int | None, variant: str, rounds: int) -> None:
+def kernel_times(step: Callable[[Callable[[], None]], None]) -> dict[str, Any]:
+    """Milliseconds of one step's kernels by what they compute; ``"kernels"`` names the longest."""
+    from torch.profiler import ProfilerActivity, profile
+
+    try:
+        with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+            step(lambda: None)
+            torch.cuda.synchronize()
+    except RuntimeError:  # where the profiler may not read the device
+        return {}
+    total: Counter[str] = Counter()
+    longest: Counter[str] = Counter()
+    for event in recorded.key_averages():
+        total[kind_of_kernel(event.key.lower())] += event.self_device_time_total / 1000
+        longest[event.key[:70]] += event.self_device_time_total / 1000
+    return {**{f"{kind}_ms": total[kind] for kind in (*KINDS, "others")}, "kernels": dict(longest.most_common(6))}
+
+
+def kind_of_kernel(name: str) -> str:
+    if name.startswith(("triton_poi", "triton_red", "triton_per")):
+        return "others"  # their names list the operators around them too
+    return next((kind for kind, words in KINDS.items() if any(word in name for word in words)), "others")
+
+
+def measure(connection: Connection, case: Case, variant: str, rounds: int) -> None:
     """Runs in a process of its own: compile, say that it is done, wait, then time the steps and send the result."""
     import glue_compiler.ops  # noqa: F401  registers torch.ops.glue
 
-    case = CASES[name] if layers is None else dataclasses.replace(CASES[name], layers=layers)
     try:
         torch.manual_seed(0)
         steps = list(make_steps(case, variant, 3 + rounds))
@@ -229,6 +267,7 @@ def measure(connection: Connection, name: str, layers: int | None, variant: str,
         for step in steps[1:3]:
             step(lambda: None)
         torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # for the others
         connection.send(None)
         connection.recv()
         torch.cuda.reset_peak_memory_stats()
@@ -241,37 +280,57 @@ def measure(connection: Connection, name: str, layers: int | None, variant: str,
             events[2].synchronize()
             times.append((events[0].elapsed_time(events[1]), events[1].elapsed_time(events[2])))
         forward, backward = (statistics.median(part) for part in zip(*times, strict=True))
+        peak = torch.cuda.max_memory_allocated()
         connection.send(
             {
                 "forward_ms": forward,
                 "backward_ms": backward,
                 "step_ms": statistics.median(map(sum, times)),
-                "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+                "peak_gib": peak / 2**30,
                 "first_s": compiling,
                 "graphs": graphs,
                 "later": torch._dynamo.utils.counters["stats"]["unique_graphs"] - graphs,
+                **kernel_times(steps[-1]),
             }
         )
     except Exception as error:
         connection.send(f"{type(error).__name__}: {str(error)[:400]}\n{traceback.format_exc()[-1200:]}")
 
 
-def run_case(name: str, layers: int | None, variants: list[str], rounds: int, limit: float) -> dict[str, Any]:
-    """All variants of a case; what fails, or compiles for more than ``limit`` seconds, is printed with its reason."""
+Running = dict[str, tuple[multiprocessing.process.BaseProcess, Connection]]
+
+
+def named_case(text: str) -> tuple[str, Case]:
+    """``"packed"``, or ``"packed:4"`` for fewer layers."""
+    name, _, layers = text.partition(":")
+    return name, dataclasses.replace(CASES[name], layers=int(layers)) if layers else CASES[name]
+
+
+def start_case(case: Case, variants: list[str], rounds: int) -> Running:
+    """One process for each variant of a case; each compiles at once."""
     context = multiprocessing.get_context("spawn")
-    running = {}
+    running: Running = {}
     for variant in variants:
         ours, theirs = context.Pipe()
-        process = context.Process(target=measure, args=(theirs, name, layers, variant, rounds))
+        process = context.Process(target=measure, args=(theirs, case, variant, rounds))
         process.start()
         theirs.close()
         running[variant] = process, ours
-    print(f"{NAMES[name]}, {layers or CASES[name].layers} layers", flush=True)
+    return running
+
+
+def wait_for_case(running: Running, limit: float) -> dict[str, str]:
+    """Until all have compiled; the reasons of those that failed, or took more than ``limit`` seconds."""
     deadline = time.monotonic() + limit
-    results: dict[str, Any] = {}
-    failures = {
+    return {
         variant: failure for variant, (_, pipe) in running.items() if (failure := _received(pipe, deadline)) is not None
     }
+
+
+def time_case(name: str, case: Case, running: Running, failures: dict[str, str], limit: float) -> dict[str, Any]:
+    """The variants' times, one after the other, printed too."""
+    print(f"{NAMES[name]}, {case.layers} layers", flush=True)
+    results: dict[str, Any] = {}
     for variant, (process, pipe) in running.items():
         if variant not in failures:
             pipe.send(None)
@@ -281,9 +340,11 @@ def run_case(name: str, layers: int | None, variants: list[str], rounds: int, li
     for variant, result in {**results, **failures}.items():
         shown = result
         if isinstance(result, dict):
-            shown = "  ".join(f"{key} {value:.1f}" for key, value in result.items())
+            shown = "  ".join(f"{key} {value:.1f}" for key, value in result.items() if key != "kernels")
         print(f"  {variant:<18} {shown}", flush=True)
-    return {"case": name, "layers": layers or CASES[name].layers, **results}
+        for kernel, time_ms in result.get("kernels", {}).items() if isinstance(result, dict) else ():
+            print(f"  {'':<18}   {time_ms:8.2f} ms  {kernel}", flush=True)
+    return {"case": name, "layers": case.layers, **results}
 
 
 def _received(pipe: Connection, deadline: float) -> Any:
@@ -295,21 +356,27 @@ def _received(pipe: Connection, deadline: float) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", default=",".join(CASES), help=f"of {', '.join(CASES)}")
+    parser.add_argument("--cases", default=",".join(CASES), help=f"of {', '.join(CASES)}; 'packed:4': of 4 layers")
     parser.add_argument("--variants", default=",".join(VARIANTS), help=f"of {', '.join(VARIANTS)}")
-    parser.add_argument("--layers", type=int, help="fewer layers than the models have: quick")
     parser.add_argument("--rounds", type=int, default=10, help="timed steps")
     parser.add_argument("--limit", type=float, default=900, help="seconds for compiling a case's variants")
+    parser.add_argument("--together", action="store_true", help="compile all cases side by side")
     parser.add_argument("--json", help="also write the numbers to this file")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA device")
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}", flush=True)
     variants = arguments.variants.split(",")
-    lines = [
-        run_case(name, arguments.layers, variants, arguments.rounds, arguments.limit)
-        for name in arguments.cases.split(",")
-    ]
+    limit = arguments.limit
+    cases = [named_case(text) for text in arguments.cases.split(",")]
+    lines = []
+    for group in [cases] if arguments.together else [[each] for each in cases]:
+        running = [start_case(case, variants, arguments.rounds) for _, case in group]
+        failures = [wait_for_case(each, limit) for each in running]
+        lines += [
+            time_case(*named, processes, failed, limit)
+            for named, processes, failed in zip(group, running, failures, strict=True)
+        ]
     if arguments.json:
         with open(arguments.json, "w") as file:
             json.dump(lines, file, indent=1)

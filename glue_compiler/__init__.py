@@ -3,9 +3,24 @@
 ``torch.compile(model, backend="glue")`` needs no import of this package.
 """
 
-from glue_compiler.errors import GlueContractError, GlueError, GlueInvariantError, GlueOptionError, GlueWarning
-from glue_compiler.offload_context import offload_checkpoints
-from glue_compiler.report.explain import Explanation, explain
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from glue_compiler.errors import (
+    GlueContractError,
+    GlueError,
+    GlueGraphFileError,
+    GlueInvariantError,
+    GlueOptionError,
+    GlueVerifyError,
+    GlueWarning,
+)
+
+if TYPE_CHECKING:
+    from glue_compiler.offload_context import offload_checkpoints
+    from glue_compiler.report.explain import Explanation, explain
 
 __version__ = "0.1.0"
 
@@ -13,9 +28,24 @@ __all__ = [
     "Explanation",
     "GlueContractError",
     "GlueError",
+    "GlueGraphFileError",
     "GlueInvariantError",
     "GlueOptionError",
+    "GlueVerifyError",
     "GlueWarning",
     "explain",
     "offload_checkpoints",
 ]
+
+# Imported when asked for: the pytest plugin is loaded in runs that never use torch.
+_HOMES = {
+    "Explanation": "glue_compiler.report.explain",
+    "explain": "glue_compiler.report.explain",
+    "offload_checkpoints": "glue_compiler.offload_context",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'glue_compiler' has no attribute '{name}'")
+    return getattr(import_module(_HOMES[name]), name)

@@ -5,6 +5,7 @@ Instructions are Dynamo's: ``opname``, ``argval`` and ``target``, the instructio
 
 from __future__ import annotations
 
+import dis
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,15 @@ class Loop:
     end: int
 
 
+@dataclass(frozen=True)
+class Span:
+    """Instructions from ``start`` up to ``end``; ``exit`` is what runs next."""
+
+    start: int
+    end: int
+    exit: int
+
+
 def loop_at(instructions: Instructions, head: int) -> Loop:
     """The loop whose FOR_ITER is at ``head``."""
     return Loop(head, _position(instructions)[id(instructions[head].target)])
@@ -33,39 +43,76 @@ def enclosing_loop(instructions: Instructions, at: int) -> Loop | None:
     return None
 
 
-def goes_to_the_next_iteration(instructions: Instructions, at: int, condition: bool, loop: Loop) -> bool:
-    """Does the conditional jump at ``at`` lead straight to the next iteration when the condition is ``condition``?"""
+def skipped_by(instructions: Instructions, at: int, condition: bool, loop: Loop) -> Span | None:
+    """What the conditional jump at ``at`` skips when the condition is ``condition``.
+
+    The rest of the iteration, or less; None if it leads to code of its own.
+    """
     name = instructions[at].opname
     if not name.startswith("POP_JUMP") or not name.endswith(("IF_TRUE", "IF_FALSE")):
-        return False
+        return None
     position = _position(instructions)
-    at = position[id(instructions[at].target)] if condition == name.endswith("IF_TRUE") else at + 1
-    while loop.head < at < loop.end:
-        instruction = instructions[at]
+    jumps = condition == name.endswith("IF_TRUE")
+    to = position[id(instructions[at].target)] if jumps else at + 1
+    while loop.head < to < loop.end:
+        instruction = instructions[to]
         if _is_jump(instruction):
-            at = position[id(instruction.target)]
+            to = position[id(instruction.target)]
         elif instruction.opname in ("NOP", "NOT_TAKEN"):
-            at += 1
+            to += 1
         else:
-            return False
-    return at == loop.head
+            break
+    if to == loop.head:
+        return Span(at + 1, loop.end, loop.head)
+    # A part of an iteration is a statement: one of an expression leaves a value on the stack.
+    is_statement = jumps and at < to < loop.end and _stack_depth(instructions, loop.head + 1, at) == 1
+    return Span(at + 1, to, to) if is_statement else None
 
 
-def leaves_nothing_behind(instructions: Instructions, loop: Loop, start: int) -> bool:
-    """Is what the code from ``start`` to the end of an iteration does lost when the iteration ends?
+def _stack_depth(instructions: Instructions, start: int, end: int) -> int | None:
+    """How many values the code from ``start``, a loop's item on the stack, has there when it comes to ``end``."""
+    position = _position(instructions)
+    waiting, seen = [(start, 1)], set()
+    while waiting:
+        at, depth = waiting.pop()
+        if at == end:
+            return depth
+        if at in seen or at >= len(instructions):
+            continue
+        seen.add(at)
+        instruction = instructions[at]
+        arg = (instruction.arg or 0) if instruction.opcode >= dis.HAVE_ARGUMENT else None
+        if instruction.target is not None:
+            effect = dis.stack_effect(instruction.opcode, arg, jump=True)
+            waiting.append((position[id(instruction.target)], depth + effect))
+        if not _is_jump(instruction):
+            waiting.append((at + 1, depth + dis.stack_effect(instruction.opcode, arg, jump=False)))
+    return None
 
-    It stores to local names alone, whatever runs afterwards stores such a name again before it reads it, and the only
-    way out of it is the next iteration.
+
+def left_behind(instructions: Instructions, loop: Loop, span: Span) -> frozenset[str] | None:
+    """The local names in which what ``span`` does is seen afterwards; None if it is seen in other ways too.
+
+    The span stores to local names alone, and the only way out of it is its exit.
     """
-    code = range(start, loop.end)
+    code = range(span.start, span.end)
     position = _position(instructions)
     if any(instructions[i].opname.startswith(_LEAVES_A_TRACE) for i in code):
-        return False
+        return None
     targets = {position[id(instructions[i].target)] for i in code if instructions[i].target is not None}
-    if not all(to in code or to == loop.head for to in targets) or not _is_jump(instructions[code[-1]]):
-        return False
+    if not all(to in code or to == span.exit for to in targets):  # a `continue` would skip what follows the span
+        return None
+    if span.end == loop.end and not _is_jump(instructions[code[-1]]):
+        return None
     stored = {name for i in code for name in _local_names(instructions[i])[1]}
-    return not _reads_before_it_stores(instructions, loop.head, stored)
+    return frozenset(n for n in stored if _reads_before_it_stores(instructions, span.exit, {n}))
+
+
+def is_carried_within(instructions: Instructions, loop: Loop, span: Span, name: str) -> bool:
+    """Does the loop store ``name`` once, in ``span``, and nothing read it after the loop before it is stored again?"""
+    stores = [i for i in range(loop.head, loop.end) if name in _local_names(instructions[i])[1]]
+    once = len(stores) == 1 and span.start <= stores[0] < span.end
+    return once and not _reads_before_it_stores(instructions, loop.end, {name})
 
 
 _LEAVES_A_TRACE = (

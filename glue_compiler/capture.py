@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from glue_compiler import compat
 from glue_compiler.expert_capture import SpeculativeRegions
+from glue_compiler.guarded_branches import GuardedBranches
 
 log = logging.getLogger(__name__)
 
@@ -33,11 +34,14 @@ class CaptureEvent:
 
 
 def convert_frame(convert: Callable[[], Any], record: Callable[[CaptureEvent], None]) -> Any:
-    """Convert one frame with the flags on, and once more without them where they are what makes it fail."""
+    """Convert one frame with the flags on, and once more without them where they are what makes it fail.
+
+    With the flags on, branches on what an integer input says are traced as this call takes them.
+    """
     if compat.dynamo_flags(tuple(FLAGS)) == FLAGS:
         return _convert(convert, record)
     try:
-        with compat.patch_dynamo(FLAGS):
+        with compat.patch_dynamo(FLAGS), GuardedBranches().capturing():
             return convert()
     except Exception as error:
         if not _may_be_the_flags(error):

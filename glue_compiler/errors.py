@@ -26,6 +26,14 @@ class GlueOffloadError(GlueError):
     """A selective checkpoint policy insists on host memory for a tensor that cannot wait there."""
 
 
+class GlueGraphFileError(GlueError, ValueError):
+    """A graph that cannot be written to a file, or a file that no graph can be read from."""
+
+
+class GlueVerifyError(GlueError, AssertionError):
+    """A compiled graph gave other results than its graph from before glue."""
+
+
 class GlueWarning(UserWarning):
     """Something did not work as asked, and the model still runs."""
 

@@ -15,14 +15,16 @@ from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
 
-import sympy
 import torch
 from torch import fx
 
-from glue_compiler import bytecode, compat
+from glue_compiler import bytecode, compat, list_growth
 from glue_compiler.errors import GlueSpeculationError
 from glue_compiler.fx import bodies
+from glue_compiler.fx.spellings import CAT, SUM
 from glue_compiler.fx.values import value_of
+from glue_compiler.list_growth import Growth
+from glue_compiler.row_conditions import RowCondition, row_condition
 
 REGIONS = "glue_speculative_regions"
 """Key in ``node.meta``: the speculative regions that the node was traced in."""
@@ -34,17 +36,16 @@ MOST_EXPERTS = 2048
 """Loops over more are left to Dynamo: each iteration is traced."""
 
 _GREATER = {torch.greater, torch.gt, operator.gt, "gt", "greater", "__gt__"}
-_SUM = {torch.sum, "sum"}
 
 
 @dataclass(eq=False)
 class SpeculativeRegion:
-    """Code that was traced although it does not always run, from instruction ``start`` to the end of an iteration."""
+    """Code that was traced although it does not always run: the instructions of ``span``."""
 
     frame: Any
     """The Dynamo translator that runs it."""
     loop: bytecode.Loop
-    start: int
+    span: bytecode.Span
     proved: bool = False
     """Set by the pass that proved that running it when it would not have run does nothing."""
     leaves_a_trace: bool = False
@@ -57,7 +58,7 @@ class SpeculativeRegion:
 
     def is_running(self) -> bool:
         at = compat.instruction_index(self.frame)
-        return not self.is_over and at is not None and self.start <= at < self.loop.end
+        return not self.is_over and at is not None and self.span.start <= at < self.span.end
 
     @property
     def is_harmless(self) -> bool:
@@ -81,10 +82,21 @@ class UnrolledLoop(SpeculativeRegion):
 
 @dataclass(eq=False)
 class NonEmptyBranch(SpeculativeRegion):
-    """What is left of an iteration after a branch that goes to the next one if ``count`` is zero."""
+    """What a branch skips if there are no rows."""
 
-    count: Any = None
-    """The sympy symbol of the number of rows that was taken to be positive."""
+    condition: RowCondition | None = None
+    carried: dict[str, list[Any]] = field(default_factory=dict)
+    """Local names that later iterations read → the ints, sympy expressions or nodes that they held before
+    the code, and after it."""
+    grown: dict[str, Growth] = field(default_factory=dict)
+    """Lists that the code appends one item to; whatever else their items do is that they are joined in one call."""
+    joined: dict[int, fx.Node] = field(default_factory=dict)
+    """Instruction that takes a whole list → the ``cat`` that it traced."""
+
+    @property
+    def is_harmless(self) -> bool:
+        nothing = not (self.nodes or self.carried or self.grown)
+        return (self.proved or nothing) and not self.leaves_a_trace
 
 
 @dataclass
@@ -121,34 +133,41 @@ class SpeculativeRegions:
         if hits is None or head is None:
             return None
         loop = bytecode.loop_at(frame.instructions, head)
-        if not bytecode.leaves_nothing_behind(frame.instructions, loop, head + 1):
+        span = bytecode.Span(head + 1, loop.end, head)
+        if bytecode.left_behind(frame.instructions, loop, span) != frozenset():
             return None
         is_shortened = _name(frame, loop) in self.shortened
         length = int(value_of(hits.args[0]).shape[0]) - is_shortened  # type: ignore[arg-type]
-        region = UnrolledLoop(frame, loop, head + 1, length=length, is_shortened=is_shortened)
+        region = UnrolledLoop(frame, loop, span, length=length, is_shortened=is_shortened)
         hits.meta[HITS] = region
         self.regions.append(region)
         return length
 
-    def _decide(self, frame: Any, condition: Any) -> bool | None:
+    def _decide(self, frame: Any, at: int, node: fx.Node, expression: Any) -> bool | None:
         """The value of a condition that tells no rows from some rows, when there are some; None for any other."""
         if not self._is_ours(frame):
             return None
-        count = _tells_zero(condition)
-        at = compat.instruction_index(frame)
-        loop = bytecode.enclosing_loop(frame.instructions, at) if count is not None and at is not None else None
-        if count is None or at is None or loop is None:
+        instructions = frame.instructions
+        condition = row_condition(node, expression)
+        loop = bytecode.enclosing_loop(instructions, at) if condition is not None else None
+        if condition is None or loop is None:
             return None
-        if_empty = bool(condition.subs(count, 0))
-        if not bytecode.goes_to_the_next_iteration(frame.instructions, at, if_empty, loop):
+        span = bytecode.skipped_by(instructions, at, condition.if_empty, loop)
+        names = bytecode.left_behind(instructions, loop, span) if span is not None else None
+        if span is None or names is None:
             return None
-        if not bytecode.leaves_nothing_behind(frame.instructions, loop, at + 1):
+        if not all(bytecode.is_carried_within(instructions, loop, span, name) for name in names):
             return None
+        held = {name: compat.local_value(frame, name) for name in names}
         for region in self.regions:
-            if isinstance(region, NonEmptyBranch) and region.frame is frame and region.start == at + 1:
-                region.is_over = True  # that was another iteration
-        self.regions.append(NonEmptyBranch(frame, loop, at + 1, count=count))
-        return not if_empty
+            same = isinstance(region, NonEmptyBranch) and region.frame is frame and region.span == span
+            if same and not region.is_over:  # that was the iteration before
+                region.is_over = True
+                for name, value in held.items():
+                    region.carried[name].append(value)  # type: ignore[attr-defined]
+        carried = {name: [value] for name, value in held.items()}
+        self.regions.append(NonEmptyBranch(frame, loop, span, condition=condition, carried=carried))
+        return not condition.if_empty
 
     def _is_ours(self, frame: Any) -> bool:
         """Not so of a frame that is converted while this one is compiled."""
@@ -164,15 +183,22 @@ class SpeculativeRegions:
         for region in self._running():
             region.created.append(thing)
 
-    def _mutated(self, thing: Any) -> None:
+    def _mutated(self, thing: Any, variable: Any) -> None:
         for region in self._running():
             # What an iteration has made and nothing outside of it reads, it may change.
-            if not any(thing is own for own in region.created):
+            if any(thing is own for own in region.created):
+                continue
+            growth = _growth(region, variable)
+            if growth is None:
                 region.leaves_a_trace = True
+            else:
+                region.grown[growth.name] = growth
 
     def _made(self, node: fx.Node) -> None:
         if not node.op.startswith("call_"):  # an input that the code is the first to read is no part of it
             return
+        if node.target in CAT:
+            self._note_joined(node)
         running = self._running()
         if running:
             node.meta[REGIONS] = tuple(running)
@@ -181,6 +207,14 @@ class SpeculativeRegions:
             if isinstance(region, UnrolledLoop):
                 region.leaves_a_trace |= _mixes_known_index(node)
                 region.overran |= _indexes_past_the_end(node, region.length - 1)
+
+    def _note_joined(self, node: fx.Node) -> None:
+        for region in self.regions:
+            at = compat.instruction_index(region.frame)
+            if at is None or not isinstance(region, NonEmptyBranch) or not compat.is_tracing(region.frame):
+                continue
+            if any(at in growth.calls for growth in region.grown.values()):
+                region.joined[at] = node
 
     def _running(self) -> list[SpeculativeRegion]:
         return [region for region in self.regions if region.is_running()]
@@ -202,15 +236,15 @@ def _name(frame: Any, loop: bytecode.Loop) -> tuple[CodeType, int]:
     return frame.f_code, loop.head
 
 
-def _tells_zero(condition: Any) -> Any | None:
-    """The unbacked symbol, if ``condition`` only asks whether it, a size, is zero."""
-    symbols = list(getattr(condition, "free_symbols", ()))
-    if len(symbols) != 1 or not compat.unbacked_symbols(condition):
+def _growth(region: SpeculativeRegion, variable: Any) -> Growth | None:
+    """The list that the region appends to right now, if that is all that it does to ``variable``."""
+    at = compat.instruction_index(region.frame)
+    if not isinstance(region, NonEmptyBranch) or at is None or not compat.is_tracing(region.frame):
         return None
-    symbol = symbols[0]
-    zero, one = sympy.S.Zero, sympy.S.One
-    asked = {sympy.Eq(symbol, zero), sympy.Ne(symbol, zero), symbol > zero, symbol <= zero, symbol >= one, symbol < one}
-    return symbol if condition in asked or getattr(condition, "reversed", None) in asked else None
+    growth = list_growth.growth_of(region.frame.instructions, region.span, at)
+    if growth is None or growth.name in region.grown or not compat.is_list_in(region.frame, growth.name, variable):
+        return None
+    return growth
 
 
 def _mixes_known_index(node: fx.Node) -> bool:
@@ -253,4 +287,4 @@ def counted_sum(hits: fx.Node) -> fx.Node | None:
     total, zero = greater.args
     if type(zero) is not int or zero != 0 or not isinstance(total, fx.Node):
         return None
-    return total if total.target in _SUM else None
+    return total if total.target in SUM else None

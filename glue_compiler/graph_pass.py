@@ -8,6 +8,8 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from glue_compiler.fuel import Fuel
+
 if TYPE_CHECKING:
     from torch import fx
 
@@ -81,6 +83,8 @@ class PassContext:
     options: GlueOptions
     effects: EffectAnalysis
     """What the nodes of this graph do; shared by all passes over it."""
+    fuel: Fuel = field(default_factory=Fuel)
+    """Asked before each single rewrite: ``if context.fuel.take("merge b into a"): ...``."""
 
     @property
     def shape_env(self) -> Any | None:
@@ -111,8 +115,11 @@ class GraphPass(ABC):
         """Rewrite ``graph`` in place. May raise: the pipeline then restores the graph."""
 
     def cache_options(self, options: GlueOptions) -> Any:
-        """The part of ``options`` that this pass reads, as plain picklable data for the cache key."""
-        return None
+        """What this pass depends on besides its source, as plain data that can be pickled, for the cache key.
+
+        The options that it reads, and what it was made with: by default its attributes.
+        """
+        return vars(self)
 
 
 class PairPass(GraphPass):

@@ -24,12 +24,13 @@ def hand_off(
     gm: fx.GraphModule,
     inputs: Sequence[Any],
     options: GlueOptions,
-    passes_uuid: bytes,
+    passes_uuid: bytes | None,
     edit_pair: partition.Edit | None = None,
 ) -> Callable[..., Any]:
     """Compile ``gm`` with the compiler that ``options`` names. Takes ownership of ``gm``.
 
-    ``edit_pair`` changes the forward and the backward graph of a training step; ``passes_uuid`` stands for it too.
+    ``edit_pair`` changes the forward and the backward graph of a training step; ``passes_uuid`` stands for it too;
+    without one, nothing comes from Inductor's caches and nothing goes there.
     """
     if options.compiler == "aot_eager":
         if edit_pair is not None:
@@ -48,7 +49,7 @@ def hand_off_in_parts(
     gm: fx.GraphModule,
     inputs: Sequence[Any],
     options: GlueOptions,
-    passes_uuid: bytes,
+    passes_uuid: bytes | None,
     edit_pair: partition.Edit | None = None,
 ) -> Callable[..., Any]:
     """Compile ``gm`` and the prologues that were split off it, and join them through the process's batch memo.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
@@ -25,6 +25,9 @@ _ENVIRONMENT = {
     "GLUE_OFFLOAD": "offload",
     "GLUE_PINNED_LIMIT": "pinned_limit",
     "GLUE_MEMORY_BUDGET": "memory_budget",
+    "GLUE_FUEL": "fuel",
+    "GLUE_VERIFY": "verify",
+    "GLUE_EXTRA_PASSES": "extra_passes",
 }
 
 
@@ -50,6 +53,9 @@ class GlueOptions:
             Beyond it, ordinary memory is used, which is slower. An int, or a string such as ``"8GiB"``.
         memory_budget: bytes of device memory for a training step: of the inputs of checkpointed regions, the fewest
             bytes move that bring the predicted peak below it. None: ``offload`` decides. An int, or ``"24GiB"``.
+        fuel: the number of the last single rewrite that is made, over all passes and graphs in order; None: all are.
+        verify: check every call of a compiled graph, forward and backward, against its graph from before glue.
+        extra_passes: passes of the user's own: objects, classes, or names as ``"module:Class"``.
         inductor: Inductor's own options (from ``mode=`` and from the keys of ``options=`` that Inductor knows).
     """
 
@@ -63,6 +69,9 @@ class GlueOptions:
     offload: Literal["checkpoints"] | None = None
     pinned_limit: int | None = None
     memory_budget: int | None = None
+    fuel: int | None = None
+    verify: bool = False
+    extra_passes: tuple[Any, ...] = ()
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
     def is_enabled(self, name: str, default: bool) -> bool:
@@ -100,6 +109,16 @@ def parse_options(
         # GLUE_DISABLE is for a run that one does not want to edit, so it wins over options={"passes": ...}.
         values["passes"] = {**values["passes"], **disabled}
     return GlueOptions(**values, inductor=inductor)
+
+
+def extra_passes_in(options: Mapping[str, Any] | None, environment: Mapping[str, str] | None = None) -> tuple[Any, ...]:
+    """The user's own passes, which must be known before :func:`parse_options` can check names of passes.
+
+    Raises:
+        GlueOptionError: if the value is no list.
+    """
+    environment = os.environ if environment is None else environment
+    return _extra_passes((options or {}).get("extra_passes", environment.get("GLUE_EXTRA_PASSES", ())), ())
 
 
 def parse_bytes(value: int | str) -> int:
@@ -151,10 +170,29 @@ def _assume(value: Any, _: Collection[str]) -> dict[str, bool]:
     return dict(value)
 
 
-def _strict(value: Any, _: Collection[str]) -> bool:
-    if not isinstance(value, bool):
-        raise GlueOptionError(f"option 'strict' is True or False, not {value!r}")
+def _flag(name: str) -> Callable[[Any, Collection[str]], bool]:
+    def convert(value: Any, _: Collection[str]) -> bool:
+        if not isinstance(value, bool):
+            raise GlueOptionError(f"option '{name}' is True or False, not {value!r}")
+        return value
+
+    return convert
+
+
+def _fuel(value: Any, _: Collection[str]) -> int | None:
+    if isinstance(value, str) and value.isdigit():
+        value = int(value)
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+        raise GlueOptionError(f"option 'fuel' is a number of rewrites, 0 or more, not {value!r}")
     return value
+
+
+def _extra_passes(value: Any, _: Collection[str]) -> tuple[Any, ...]:
+    if isinstance(value, str):
+        return tuple(name for name in re.split(r"[,\s]+", value) if name)
+    if not isinstance(value, list | tuple):
+        raise GlueOptionError(f"option 'extra_passes' is a list of passes, not {value!r}")
+    return tuple(value)
 
 
 def _offload(value: Any, _: Collection[str]) -> str | None:
@@ -169,13 +207,16 @@ _CONVERT = {
     "compiler": _compiler,
     "dump": _dump,
     "passes": _passes,
-    "strict": _strict,
+    "strict": _flag("strict"),
     "hoist_limit": lambda value, _: parse_bytes(value),
     "assume": _assume,
     "memoize_threshold": lambda value, _: parse_bytes(value),
     "offload": _offload,
     "pinned_limit": lambda value, _: None if value is None else parse_bytes(value),
     "memory_budget": lambda value, _: None if value is None else parse_bytes(value),
+    "fuel": _fuel,
+    "verify": _flag("verify"),
+    "extra_passes": _extra_passes,
 }
 
 
@@ -193,10 +234,9 @@ def _from_environment(environment: Mapping[str, str], pass_names: Collection[str
         elif key == "passes":
             names = [name for name in re.split(r"[,\s]+", text) if name]
             values[key] = _passes(dict.fromkeys(names, False), pass_names)
-        elif key == "strict":
-            values[key] = _strict(
-                {"1": True, "true": True, "0": False, "": False, "false": False}.get(text.lower(), text), ()
-            )
+        elif key in ("strict", "verify"):
+            flags = {"1": True, "true": True, "0": False, "": False, "false": False}
+            values[key] = _CONVERT[key](flags.get(text.lower(), text), ())
         else:
             values[key] = _CONVERT[key](text, pass_names)
     return values

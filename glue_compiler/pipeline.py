@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import inspect
@@ -17,13 +18,15 @@ from torch import fx
 
 from glue_compiler import compat
 from glue_compiler.errors import GlueContractError, GlueOffloadError, GlueWarning
+from glue_compiler.fuel import Fuel, Rewrite, RewriteCounter
 from glue_compiler.fx import bodies
-from glue_compiler.fx.copying import copy_graph
+from glue_compiler.fx.copying import copy_graph, has_changed
 from glue_compiler.fx.effects import EffectAnalysis
 from glue_compiler.fx.invariants import check_graph
 from glue_compiler.fx.missing_values import record_missing_values
+from glue_compiler.fx.prologues import join_prologues
 from glue_compiler.fx.training_pair import TrainingPair, check_pair
-from glue_compiler.graph_pass import GraphPass, PairPass, PassContext, PassResult, Prologue, Skip, Stage
+from glue_compiler.graph_pass import GraphPass, Numerics, PairPass, PassContext, PassResult, Prologue, Skip, Stage
 from glue_compiler.options import GlueOptions
 
 log = logging.getLogger(__name__)
@@ -35,35 +38,49 @@ class PassReport:
 
     name: str
     stage: Stage
+    numerics: Numerics
     changed: bool
     counts: Mapping[str, int] = field(default_factory=dict)
     skips: tuple[Skip, ...] = ()
+    rewrites: tuple[Rewrite, ...] = ()
     milliseconds: float = 0.0
     error: str | None = None
     before: str | None = None
     after: str | None = None
     prologue: Prologue | None = None
     prologue_text: str | None = None
+    whole: str | None = None
 
     def texts(self) -> dict[str, str]:
-        """The graphs that there are to show, by moment: before, after, prologue."""
-        shown = {"before": self.before, "after": self.after, "prologue": self.prologue_text}
+        """The graphs that there are to show, by moment: before, after, prologue, and the last two as one graph."""
+        shown = {"before": self.before, "after": self.after, "prologue": self.prologue_text, "whole": self.whole}
         return {moment: text for moment, text in shown.items() if text is not None}
 
 
 Snapshotter = Callable[[fx.GraphModule], str]
+PairSnapshotter = Callable[[TrainingPair], str]
 
 
 class Pipeline:
-    """The enabled passes, ordered by their contracts.
+    """The enabled passes, ordered by their contracts. ``counter`` gives single rewrites their numbers.
 
     Raises:
         GlueContractError: when the enabled passes cannot run together.
     """
 
-    def __init__(self, passes: Sequence[GraphPass], options: GlueOptions) -> None:
+    def __init__(
+        self, passes: Sequence[GraphPass], options: GlueOptions, counter: RewriteCounter | None = None
+    ) -> None:
         self.options = options
+        self.counter = counter or RewriteCounter()
         self.passes = order_by_contract(passes, {p.name for p in passes if options.is_enabled(p.name, p.default)})
+
+    @classmethod
+    def of_one(cls, graph_pass: GraphPass, options: GlueOptions) -> Pipeline:
+        """``graph_pass`` alone, whatever it requires."""
+        pipeline = cls([], options)
+        pipeline.passes = (graph_pass,)
+        return pipeline
 
     def run(self, gm: fx.GraphModule, stage: Stage, snapshot: Snapshotter | None = None) -> list[PassReport]:
         """Run the passes of ``stage`` on ``gm``, in place. ``snapshot`` renders the graph around each change."""
@@ -76,21 +93,27 @@ class Pipeline:
                 check_graph(result.prologue.graph, context.effects)
 
         def run_one(graph_pass: GraphPass) -> PassReport:
-            run = functools.partial(graph_pass.run, gm, context)
-            return self._run_one(graph_pass, [gm], run, check, context, snapshot)
+            run = functools.partial(graph_pass.run, gm)
+            show = functools.partial(snapshot, gm) if snapshot else None
+            report = self._run_one(graph_pass, [gm], run, check, context, show)
+            if report.prologue is None or snapshot is None:
+                return report
+            whole = snapshot(join_prologues(gm, [report.prologue]))
+            return dataclasses.replace(report, prologue_text=snapshot(report.prologue.graph), whole=whole)
 
         return [run_one(p) for p in self.passes if p.stage is stage]
 
     def run_pair(
-        self, pair: TrainingPair, passes: Sequence[PairPass], snapshot: Snapshotter | None = None
+        self, pair: TrainingPair, passes: Sequence[PairPass], snapshot: PairSnapshotter | None = None
     ) -> list[PassReport]:
         """Run ``passes`` on both graphs of a training step, in place."""
         context = PassContext(self.options, EffectAnalysis.for_graph(pair.forward))
         graphs = [pair.forward, pair.backward]
 
         def run_one(graph_pass: PairPass) -> PassReport:
-            run = functools.partial(graph_pass.run_pair, pair, context)
-            return self._run_one(graph_pass, graphs, run, lambda _: check_pair(pair), context, snapshot)
+            run = functools.partial(graph_pass.run_pair, pair)
+            show = functools.partial(snapshot, pair) if snapshot else None
+            return self._run_one(graph_pass, graphs, run, lambda _: check_pair(pair), context, show)
 
         return [run_one(p) for p in passes]
 
@@ -98,31 +121,46 @@ class Pipeline:
         """The passes that may have something to do in the forward and backward graphs that ``gm`` becomes."""
         return tuple(p for p in self.passes if isinstance(p, PairPass) and p.wants_pairs(gm, self.options))
 
-    def uuid(self) -> bytes:
-        """Identifies the enabled passes: their names, sources and the options they read."""
-        described = [(p.name, pass_uuid(p), p.cache_options(self.options)) for p in self.passes]
-        return hashlib.sha256(pickle.dumps(described)).digest()
+    def uuid(self) -> bytes | None:
+        """Identifies the enabled passes: their names, sources and the options they read. None: nothing is to be cached.
+
+        A graph from the cache runs no pass, so its rewrites would have no numbers and nothing could show them.
+        """
+        if self.options.fuel is not None or self.options.verify:
+            return None
+        described = [_described(p, self.options) for p in self.passes]
+        return None if None in described else hashlib.sha256(pickle.dumps(described)).digest()
 
     def _run_one(
         self,
         graph_pass: GraphPass,
         graphs: Sequence[fx.GraphModule],
-        run: Callable[[], PassResult],
+        run: Callable[[PassContext], PassResult],
         check: Callable[[PassResult], None],
         context: PassContext,
-        snapshot: Snapshotter | None,
+        show: Callable[[], str] | None,
     ) -> PassReport:
         start = time.perf_counter()
-        before = _show(graphs, snapshot)
+        before = show() if show else None
         saved = [_save(gm) for gm in graphs]
         result: PassResult | None = None
         error = None
+        fuel = Fuel(self.counter, self.options.fuel)
+        context = dataclasses.replace(context, fuel=fuel)
         try:
             with compat.restored_on_error(context.shape_env):
-                result = compat.observed(graphs[0], graph_pass.name, lambda _: run())
+                result = compat.observed(
+                    graphs[0], graph_pass.name, lambda _: _checked_result(graph_pass, run(context))
+                )
                 if result is not None and result.changed:
                     check(result)
+                elif any(has_changed(module, graph) for modules in saved for module, graph in modules):
+                    raise GlueContractError(
+                        f"pass '{graph_pass.name}' changed the graph and says that it did not; "
+                        "return PassResult(changed=True) where it does"
+                    )
         except Exception as failure:
+            fuel.give_back()
             for graph in saved:
                 _restore(graph)
             if self.options.strict or isinstance(failure, GlueOffloadError):
@@ -140,15 +178,16 @@ class Pipeline:
         return PassReport(
             name=graph_pass.name,
             stage=graph_pass.stage,
+            numerics=graph_pass.numerics,
             changed=result.changed,
             counts=result.counts,
             skips=result.skips,
+            rewrites=tuple(fuel.taken),
             milliseconds=(time.perf_counter() - start) * 1000,
             error=error,
             before=before if result.changed else None,
-            after=_show(graphs, snapshot) if result.changed else None,
+            after=show() if show and result.changed else None,
             prologue=result.prologue,
-            prologue_text=snapshot(result.prologue.graph) if snapshot and result.prologue else None,
         )
 
 
@@ -195,8 +234,26 @@ def _toolkit_sources() -> tuple[Path, ...]:
     return tuple(sorted(path for part in parts for path in part.glob("*.py")))
 
 
-def _show(graphs: Sequence[fx.GraphModule], snapshot: Snapshotter | None) -> str | None:
-    return "\n\n".join(snapshot(gm) for gm in graphs) if snapshot else None
+def _described(graph_pass: GraphPass, options: GlueOptions) -> tuple[str, bytes, bytes] | None:
+    """A pass for the cache key, or None when it cannot be told from another one."""
+    try:
+        return graph_pass.name, pass_uuid(graph_pass), pickle.dumps(graph_pass.cache_options(options))
+    except (OSError, TypeError, AttributeError, pickle.PicklingError) as error:
+        warnings.warn(
+            f"with the pass '{graph_pass.name}' nothing is cached ({error}); define its class in a file, and let "
+            "cache_options return plain data that says what it depends on",
+            GlueWarning,
+            stacklevel=2,
+        )
+        return None
+
+
+def _checked_result(graph_pass: GraphPass, result: object) -> PassResult:
+    if not isinstance(result, PassResult):
+        raise GlueContractError(
+            f"pass '{graph_pass.name}' returned {result!r}; return PassResult(changed=..., counts={{...}})"
+        )
+    return result
 
 
 def _save(gm: fx.GraphModule) -> list[tuple[fx.GraphModule, fx.Graph]]:

@@ -1,95 +1,25 @@
-"""Run a function through glue and keep the graphs: what most tests of a captured-stage pass need."""
+"""``glue_compiler.testing`` with this repository's habits: the passes that most tests do not look at are off."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx
 
 from glue_compiler import registry
-from glue_compiler.backend import GlueBackend
-from glue_compiler.fx import bodies
-from glue_compiler.handoff import hand_off
-from glue_compiler.report.session import GraphReport, Session
+from glue_compiler.testing import Capture as Run
+from glue_compiler.testing import compile_and_keep
+from glue_compiler.testing import count_ops as count
+
+__all__ = ["Run", "assert_same_bits", "compile_with_glue", "count", "result_and_gradients"]
 
 
-@dataclass
-class Run:
-    """The compiled callable, and one entry for each graph that glue has handed on so far."""
-
-    call: Any
-    session: Session
-    graphs: list[fx.GraphModule] = field(default_factory=list)
-
-    @property
-    def graph(self) -> fx.GraphModule:
-        assert len(self.graphs) == 1, f"{len(self.graphs)} graphs"
-        return self.graphs[0]
-
-    @property
-    def report(self) -> GraphReport:
-        assert len(self.session.graphs) == 1
-        return self.session.graphs[0]
-
-    @property
-    def counts(self) -> dict[str, int]:
-        return dict(self.report.passes[0].counts)
-
-    @property
-    def skip_reasons(self) -> list[str]:
-        return [skip.reason for p in self.report.passes for skip in p.skips]
-
-
-def compile_with_glue(
-    fn: Any, *, eager: bool = False, fullgraph: bool = True, dynamic: bool | None = None, **options: Any
-) -> Run:
-    """``torch.compile(fn, backend="glue")`` through AOTAutograd (or ``eager``: the rewritten graph as it is).
-
-    memoize_metadata, which takes from a graph what most tests look for in it, and group_experts, which lets Dynamo
-    capture what it could not, are off unless ``passes`` says otherwise;
-    when it splits a graph, ``graphs`` has the prologue and then the rest.
+def compile_with_glue(fn: Any, **how: Any) -> Run:
+    """``compile_and_keep``; memoize_metadata, which takes from a graph what most tests look for in it, and
+    group_experts, which lets Dynamo capture what it could not, are off unless ``passes`` says otherwise.
     """
-    run = Run(None, Session())
-
-    def keep(gm, inputs, glue_options, uuid, edit_pair=None):
-        run.graphs.append(copy_of(gm))
-        return gm.forward if eager else hand_off(gm, inputs, glue_options, uuid, edit_pair)
-
-    backend = GlueBackend(hand_off=keep, session=run.session)
-    options = {"compiler": "aot_eager", "strict": True, **options}
     off = dict.fromkeys({"memoize_metadata", "group_experts"} & set(registry.pass_names()), False)
-    options["passes"] = {**off, **options.get("passes", {})}
-    run.call = torch.compile(fn, backend=backend, fullgraph=fullgraph, dynamic=dynamic, options=options)
-    return run
-
-
-def copy_of(gm: fx.GraphModule) -> fx.GraphModule:
-    """A copy of the graphs alone: AOTAutograd takes ownership of the original."""
-    attributes = {
-        name: module if not isinstance(module, fx.GraphModule) else copy_of(module)
-        for name, module in gm.named_children()
-    }
-    copied = fx.Graph()
-    mapping: dict[fx.Node, fx.Node] = {}
-    copied.output(copied.graph_copy(gm.graph, mapping))
-    root = torch.nn.Module()
-    for name, module in attributes.items():
-        setattr(root, name, module)
-    for node in gm.graph.find_nodes(op="get_attr"):
-        if not hasattr(root, str(node.target)) and "." not in str(node.target):
-            setattr(root, str(node.target), getattr(gm, str(node.target)))
-    return fx.GraphModule(root, copied)
-
-
-def count(gm: fx.GraphModule, *targets: Any) -> int:
-    """How many calls of these functions, or of methods of these names, a graph and its bodies hold."""
-    return sum(
-        node.op.startswith("call_") and node.target in targets
-        for module in bodies.graph_modules(gm)
-        for node in module.graph.nodes
-    )
+    return compile_and_keep(fn, **{**how, "passes": {**off, **how.get("passes", {})}})
 
 
 def result_and_gradients(fn: Any, inputs: list[torch.Tensor]) -> list[torch.Tensor]:

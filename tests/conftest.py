@@ -25,6 +25,9 @@ def no_glue_variables(monkeypatch):
         "GLUE_OFFLOAD",
         "GLUE_PINNED_LIMIT",
         "GLUE_MEMORY_BUDGET",
+        "GLUE_FUEL",
+        "GLUE_VERIFY",
+        "GLUE_EXTRA_PASSES",
     ):
         monkeypatch.delenv(name, raising=False)
 

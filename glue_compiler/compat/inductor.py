@@ -69,8 +69,8 @@ def compile_with_aot_eager(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callabl
     return aot_eager(gm, list(inputs))
 
 
-def cache_key_patch(uuid: bytes, options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Inductor options that put ``uuid`` into the keys of its caches and of AOTAutograd's, and do nothing else.
+def cache_key_patch(uuid: bytes | None, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Inductor options that put ``uuid`` into the keys of its caches and of AOTAutograd's (None: bypass them).
 
     Inductor hashes the ``uuid()`` of custom passes, so a pass that does nothing carries ours. It goes beside the pass
     that the user has set, in ``options`` or in Inductor's config.
@@ -90,7 +90,7 @@ def cache_key_patch(uuid: bytes, options: Mapping[str, Any]) -> Mapping[str, Any
 class CacheKeyPass(torch._inductor.custom_graph_pass.CustomGraphPass):
     """A post-grad pass that changes nothing and whose uuid is glue's part of the cache key."""
 
-    def __init__(self, key: bytes, inner: Callable[[fx.Graph], None] | None = None) -> None:
+    def __init__(self, key: bytes | None, inner: Callable[[fx.Graph], None] | None = None) -> None:
         self.key = key
         self.inner = inner
 
@@ -102,9 +102,9 @@ class CacheKeyPass(torch._inductor.custom_graph_pass.CustomGraphPass):
         return uuid_beside(self.key, self.inner)
 
 
-def uuid_beside(key: bytes, inner: Any) -> Any | None:
+def uuid_beside(key: bytes | None, inner: Any) -> Any | None:
     """The uuid of a custom pass or partitioner of ours that also runs the user's ``inner``, if there is one."""
-    if inner is None:
+    if inner is None or key is None:
         return key
     inner_uuid = getattr(inner, "uuid", lambda: None)()
     # None means "do not cache", which the user's own one may ask for.

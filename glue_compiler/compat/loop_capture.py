@@ -14,9 +14,9 @@ from torch import fx
 @contextlib.contextmanager
 def traced_iteration(
     length_of: Callable[[Any, fx.Node], int | None],
-    decide: Callable[[Any, Any], bool | None],
+    decide: Callable[[Any, int, fx.Node, Any], bool | None],
     created: Callable[[Any], None],
-    mutated: Callable[[Any], None],
+    mutated: Callable[[Any, Any], None],
     made: Callable[[fx.Node], None],
 ) -> Iterator[None]:
     """While Dynamo traces, iterate a tensor of unknown length as ``tensor([0])``, ``tensor([1])``, ... of known value.
@@ -24,15 +24,17 @@ def traced_iteration(
     Args:
         length_of: called with Dynamo's translator and the node that is iterated; how many items, or None for Dynamo's
             own way.
-        decide: called with Dynamo's translator and the sympy expression of a condition that Dynamo is to branch on; its
-            value, or None for Dynamo's own way.
+        decide: called with Dynamo's translator, the index of a conditional jump, and the node and (of a number) the
+            sympy expression of its condition; the condition's value, or None for Dynamo's own way.
         created: called whenever traced code makes a Python object that can change, with a token that stands for it.
-        mutated: called whenever traced code changes a Python object, with its token.
+        mutated: called whenever traced code changes a Python object, with its token and Dynamo's variable.
         made: called with each node that Dynamo adds to a graph.
     """
     from torch._dynamo.output_graph import SubgraphTracer
     from torch._dynamo.side_effects import SideEffects
+    from torch._dynamo.symbolic_convert import InstructionTranslatorBase
     from torch._dynamo.variables.base import MutationType
+    from torch._dynamo.variables.constant import ConstantVariable
     from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 
     saved: list[tuple[type, str, Any]] = []
@@ -51,19 +53,24 @@ def traced_iteration(
 
         return unpack_var_sequence
 
-    def decided(original: Any) -> Any:
-        def evaluate_expr(self: Any, output_graph: Any = None) -> Any:
-            if output_graph is not None and isinstance(self.sym_num, torch.SymBool):
-                value = decide(output_graph.current_tx, self.sym_num.node.expr)
-                if value is not None:
-                    return value
-            return original(self, output_graph)
+    def stepped(original: Any) -> Any:
+        def step(self: Any) -> Any:
+            at = self.instruction_pointer
+            if at is not None and self.stack and self.instructions[at].opname.startswith("POP_JUMP"):
+                condition = self.stack[-1]
+                if isinstance(condition, TensorVariable | SymNodeVariable):
+                    number = getattr(getattr(condition, "sym_num", None), "node", None)
+                    node = getattr(condition.as_proxy(), "node", None)
+                    value = decide(self, at, node, getattr(number, "expr", None)) if isinstance(node, fx.Node) else None
+                    if value is not None:
+                        self.stack[-1] = ConstantVariable.create(value)
+            return original(self)
 
-        return evaluate_expr
+        return step
 
     def noted(original: Any) -> Any:
         def note(self: Any, variable: Any, *args: Any, **kwargs: Any) -> Any:
-            mutated(variable.mutation_type)
+            mutated(variable.mutation_type, variable)
             return original(self, variable, *args, **kwargs)
 
         return note
@@ -84,7 +91,7 @@ def traced_iteration(
         return create_proxy
 
     patch(TensorVariable, "unpack_var_sequence", unpack)
-    patch(SymNodeVariable, "evaluate_expr", decided)
+    patch(InstructionTranslatorBase, "step", stepped)
     patch(SubgraphTracer, "create_proxy", watched)
     patch(MutationType, "__init__", born)
     for name in ("mutation", "store_attr", "store_instance_dict_attr", "store_cell", "store_global"):
@@ -147,6 +154,34 @@ def known_index(index: int) -> slice:
 def converted_code(frame: Any) -> Any:
     """The code object of the frame that is being converted; ``frame`` may be one that was inlined into it."""
     return frame.output.root_tx.f_code
+
+
+def local_value(frame: Any, name: str) -> Any:
+    """The int, sympy expression or node of a tensor that a local name holds while it is traced; None for others."""
+    from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
+
+    variable = frame.symbolic_locals.get(name)
+    if isinstance(variable, SymNodeVariable):
+        return variable.sym_num.node.expr if isinstance(variable.sym_num, torch.SymInt) else None
+    if isinstance(variable, TensorVariable):
+        return variable.as_proxy().node
+    if variable is not None and variable.is_python_constant():
+        value = variable.as_python_constant()
+        return value if type(value) is int else None
+    return None
+
+
+def is_list_in(frame: Any, name: str, variable: Any) -> bool:
+    """Does a local name hold the list that ``variable`` stands for: a plain list?"""
+    from torch._dynamo.variables.lists import ListVariable
+
+    held = frame.symbolic_locals.get(name)
+    return type(held) is ListVariable and held.mutation_type is variable.mutation_type
+
+
+def is_tracing(frame: Any) -> bool:
+    """Is ``frame`` the translator at work, and not one that it has inlined?"""
+    return frame.output.current_tx is frame
 
 
 def instruction_index(frame: Any) -> int | None:

@@ -22,7 +22,7 @@ class EditedPartition(torch._inductor.custom_graph_pass.CustomPartitionerFn):
     a cache hit brings graphs that were edited already.
     """
 
-    def __init__(self, key: bytes, edit: Edit | None = None, inner: Any = None) -> None:
+    def __init__(self, key: bytes | None, edit: Edit | None = None, inner: Any = None) -> None:
         self.key = key
         self.edit = edit
         self.inner = inner
@@ -47,7 +47,7 @@ class EditedPartition(torch._inductor.custom_graph_pass.CustomPartitionerFn):
         return {"key": self.key, "edit": None, "inner": None}
 
 
-def partition_patch(key: bytes, edit: Edit, options: Mapping[str, Any]) -> Mapping[str, Any]:
+def partition_patch(key: bytes | None, edit: Edit, options: Mapping[str, Any]) -> Mapping[str, Any]:
     """Inductor options that run ``edit`` on each pair, after the partitioner in ``options`` or Inductor's config."""
     from torch._inductor import config
 

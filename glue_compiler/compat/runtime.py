@@ -10,6 +10,11 @@ def in_dispatch_mode() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0
 
 
+def in_transform() -> bool:
+    """Is a functorch transform (``vmap``, ``grad``) active in this thread?"""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def stream_id(device: torch.device) -> int:
     """The current stream of a CUDA device in this thread, as a number that tells streams of one device apart."""
     return torch._C._cuda_getCurrentRawStream(device.index)

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import sympy
 import torch
 
 
@@ -84,6 +85,16 @@ def upper_bound(expression: Any, shape_env: Any) -> int | None:
         bound = shape_env.bound_sympy(value).upper
         return int(bound) if bound.is_Integer else None
     return int(value.xreplace(shape_env.backed_var_to_val))
+
+
+def lower_bound(expression: Any, shape_env: Any) -> int:
+    """The least that ``expression``, a size, can be in a call of the graph."""
+    if isinstance(expression, int):
+        return expression
+    if shape_env is None:
+        return 0
+    bound = shape_env.bound_sympy(shape_env.replace(sympy.sympify(expression))).lower
+    return int(bound) if bound.is_Integer else 0
 
 
 def may_be_equal(first: Any, second: Any, shape_env: Any) -> bool:

@@ -80,6 +80,19 @@ def attribute_of(gm: fx.GraphModule, node: fx.Node) -> object | None:
     return value
 
 
+def set_attribute(root: torch.nn.Module, path: str, value: object) -> None:
+    """Make ``path`` name ``value`` below ``root``, as a get_attr node reads it."""
+    *parents, name = path.split(".")
+    for parent in parents:
+        if not hasattr(root, parent):
+            root.add_module(parent, torch.nn.Module())
+        root = getattr(root, parent)
+    if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):
+        root.register_buffer(name, value)
+    else:
+        setattr(root, name, value)
+
+
 def body_calls(gm: fx.GraphModule) -> dict[fx.Node, BodyCall]:
     """The calls in one graph whose body runs once, at that call, and belongs to that call alone."""
     times_used = Counter(id(body) for node in gm.graph.nodes if is_higher_order(node) for body in bodies_of(gm, node))

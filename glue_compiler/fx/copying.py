@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+from typing import TypeGuard
 
+import torch
 from torch import fx
 
 from glue_compiler import compat
+from glue_compiler.fx.bodies import attribute_of, set_attribute
 
 
 def copy_graph(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
@@ -20,3 +23,34 @@ def copy_graph(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
     for node, copy_of_node in mapping.items():
         compat.copy_node_attributes(node, copy_of_node)
     return copied, mapping
+
+
+def copy_graph_module(gm: fx.GraphModule) -> fx.GraphModule:
+    """Copies of a graph and of its bodies, over the same tensors: AOTAutograd takes ownership of what it compiles."""
+    return _copy_module(gm, {})
+
+
+def _copy_module(gm: fx.GraphModule, copies: dict[int, fx.GraphModule]) -> fx.GraphModule:
+    if id(gm) not in copies:  # a body may belong to several calls
+        root = torch.nn.Module()
+        for node in gm.graph.find_nodes(op="get_attr"):
+            value = attribute_of(gm, node)
+            if value is not None:
+                set_attribute(root, str(node.target), _copy_module(value, copies) if _is_graph(value) else value)
+        copies[id(gm)] = fx.GraphModule(root, copy_graph(gm.graph)[0])
+        copies[id(gm)].meta.update(gm.meta)
+    return copies[id(gm)]
+
+
+def _is_graph(value: object) -> TypeGuard[fx.GraphModule]:
+    return isinstance(value, fx.GraphModule)
+
+
+def has_changed(gm: fx.GraphModule, earlier: fx.Graph) -> bool:
+    """Has the graph of ``gm`` other nodes than ``earlier``, a copy that :func:`copy_graph` made of it?"""
+    return _shape_of(gm.graph) != _shape_of(earlier)
+
+
+def _shape_of(graph: fx.Graph) -> list[object]:
+    # Of arguments the nodes alone: comparing constants, tensors and symbols among them, could do anything.
+    return [(n.op, n.name, n.target, [arg.name for arg in n.all_input_nodes]) for n in graph.nodes]

@@ -29,14 +29,16 @@ class TrainingPair:
     @property
     def outputs(self) -> tuple[Any, ...]:
         """What the forward returns to the caller: nodes and constants."""
-        return self._returned()[: self.num_outputs]
+        return self.returned[: self.num_outputs]
 
     @property
     def saved(self) -> tuple[fx.Node, ...]:
-        values = self._returned()[self.num_outputs :]
+        values = self.returned[self.num_outputs :]
         return tuple(value for value in values if isinstance(value, fx.Node) and not is_rng_state(value))
 
-    def _returned(self) -> tuple[Any, ...]:
+    @property
+    def returned(self) -> tuple[Any, ...]:
+        """All that the forward returns: outputs, then what backward takes."""
         values = self.forward.graph.output_node().args[0]
         assert isinstance(values, tuple | list)
         return tuple(values)

@@ -8,6 +8,7 @@ from glue_compiler.ops.expert_sort import expert_sort
 from glue_compiler.ops.grouped_linear import grouped_linear, grouped_outer
 from glue_compiler.ops.grouped_linear_list import grouped_linear_list
 from glue_compiler.ops.grouped_rows import grouped_repeat, grouped_sum
+from glue_compiler.ops.interleaved import deinterleave
 from glue_compiler.ops.packed_attention import (
     causal_attention,
     document_blocks,
@@ -19,6 +20,7 @@ from glue_compiler.ops.varlen_attention import varlen_attention
 
 __all__ = [
     "causal_attention",
+    "deinterleave",
     "document_blocks",
     "document_offsets",
     "exact_document_offsets",

@@ -27,18 +27,20 @@ class AttentionCall:
         heads, key_heads: number of heads.
         rows: of the batch. length: tokens in a row.
         dropout: probability that is applied.
+        hides_keys: some keys are seen by no query, such as padding.
     """
 
     device: str
     capability: tuple[int, int] | None
     dtype: torch.dtype
-    head_size: int
+    head_size: int | torch.SymInt
     value_size: int
     heads: int
     key_heads: int
     rows: int | None
     length: int | None
     dropout: float = 0.0
+    hides_keys: bool = False
 
     @classmethod
     def of(cls, query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.0) -> AttentionCall:
@@ -65,19 +67,29 @@ def choose(call: AttentionCall, compiler: Compiler) -> Kernel | None:
     if _general_reason(call):
         return None
     if call.device == "cpu":
-        return "varlen"
+        if _cpu_reason(compiler):
+            return None
+        return "flex" if call.hides_keys else "varlen"
     if compiler == "inductor" and not _flex_reason(call):
         # Faster than FlashAttention 2 in every shape of benchmarks/attention_kernels.py, forward and backward,
         # deterministic, and free of host synchronisation.
         return "flex"
-    return None if _flash_reason(call) else "varlen"
+    return None if call.hides_keys or _flash_reason(call) else "varlen"
 
 
 def unsupported(call: AttentionCall, compiler: Compiler) -> str | None:
     """Why no kernel serves ``call``, and what would change it; None if one does."""
     if choose(call, compiler):
         return None
-    return _general_reason(call) or (_flex_reason(call) if compiler == "inductor" else _flash_reason(call))
+    if reason := _general_reason(call):
+        return reason
+    if call.device == "cpu":
+        return _cpu_reason(compiler)
+    if compiler == "inductor":
+        return _flex_reason(call)
+    if call.hides_keys:
+        return "only flex_attention leaves single keys out, and only compiler='inductor' makes a kernel of it"
+    return _flash_reason(call)
 
 
 def prefers_cudnn(device: torch.device, length: int | torch.SymInt) -> bool:
@@ -89,6 +101,8 @@ def prefers_cudnn(device: torch.device, length: int | torch.SymInt) -> bool:
 
 
 def _general_reason(call: AttentionCall) -> str | None:
+    if call.device == "cuda" and not isinstance(call.head_size, int):
+        return "the size of heads is not known when the graph is compiled; torch._dynamo.mark_static makes it known"
     if call.dropout > 0:
         return f"attention dropout is {call.dropout}, and the packed kernels have none; set it to 0"
     if call.head_size != call.value_size:
@@ -102,14 +116,22 @@ def _general_reason(call: AttentionCall) -> str | None:
     return None
 
 
+def _cpu_reason(compiler: Compiler) -> str | None:
+    if compiler == "inductor":
+        # Measured: 158 ms against 65 for a document of 512, 297 against 1096 for 16 of 128; lengths are values.
+        return "the CPU's packed kernel is a reference, and slower than a mask unless documents are many and short"
+    return None
+
+
 def _flex_reason(call: AttentionCall) -> str | None:
     if call.capability is not None and call.capability < (8, 0):
         return "flex_attention needs a GPU of compute capability 8.0"
     if call.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"flex_attention has no kernel for {call.dtype} on CUDA"
-    if call.rows != 1:
-        # What made rows read each other's block lists is fixed, and its test has not run on a GPU since.
-        return "flex_attention over several rows has not been verified on a GPU; pack them into one row"
+    if call.rows is None or call.length is None:
+        return (
+            "flex_attention is taken for static sizes of the batch alone; dynamic=False gives each size its own graph"
+        )
     if not 16 <= call.head_size <= 256:
         return f"head size {call.head_size} is outside of flex_attention's 16 to 256"
     return None

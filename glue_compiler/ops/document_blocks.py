@@ -42,6 +42,20 @@ def is_visible_and_past(batch: Tensor, head: Tensor, query: Tensor, key: Tensor,
     return (key >= first[batch, query]) & (key <= query)
 
 
+def is_visible_and_seen(
+    batch: Tensor, head: Tensor, query: Tensor, key: Tensor, first: Tensor, last: Tensor, seen: Tensor
+) -> Tensor:
+    """:func:`is_visible`, without the keys that nobody sees."""
+    return (key >= first[batch, query]) & (key <= last[batch, query]) & seen[batch, key]
+
+
+def is_visible_and_past_and_seen(
+    batch: Tensor, head: Tensor, query: Tensor, key: Tensor, first: Tensor, seen: Tensor
+) -> Tensor:
+    """:func:`is_visible_and_past`, without the keys that nobody sees."""
+    return (key >= first[batch, query]) & (key <= query) & seen[batch, key]
+
+
 def block_lists(first: Tensor, last: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Blocks that each block sees in part, then those it sees in full.
 
@@ -52,18 +66,8 @@ def block_lists(first: Tensor, last: Tensor) -> tuple[Tensor, Tensor, Tensor, Te
         Counts int32 ``[B, 1, blocks]`` and indices int32 ``[B, 1, blocks, blocks]`` of either list; entries past the
         count are not read.
     """
-    length = first.shape[1]
-    blocks = (length + BLOCK - 1) // BLOCK
-    opening = torch.arange(blocks, device=first.device) * BLOCK
-    closing = (opening + BLOCK - 1).clamp(max=length - 1)
-    begin = first[:, opening] // BLOCK
-    end = last[:, closing] // BLOCK + 1
-    full_begin = (first[:, closing] + BLOCK - 1) // BLOCK
-    full_end = (last[:, opening] + 1) // BLOCK
-    # The kernels check the bounds of tokens in masked blocks alone, so a short block sees none in full.
-    has_full = (full_begin < full_end) & (opening + BLOCK <= length)
-    full_begin, full_end = torch.where(has_full, full_begin, end), torch.where(has_full, full_end, end)
-
+    begin, end, full_begin, full_end = _block_ranges(first, last)
+    blocks = begin.shape[1]
     place = torch.arange(blocks, device=first.device, dtype=torch.int32)
     before = full_begin - begin
     in_part = place + torch.where(place < before[..., None], begin[..., None], (full_end - before)[..., None])
@@ -74,3 +78,41 @@ def block_lists(first: Tensor, last: Tensor) -> tuple[Tensor, Tensor, Tensor, Te
         for group in (counts, (in_part.clamp(max=blocks - 1), in_full.clamp(max=blocks - 1)))
     )
     return part_count, part, full_count, full
+
+
+def block_lists_of_seen(first: Tensor, last: Tensor, seen: Tensor) -> tuple[Tensor, ...]:
+    """:func:`block_lists` of the queries, then of the keys, where nobody sees the keys with ``seen[b, k]`` False.
+
+    Args:
+        first, last: int32 ``[B, T]`` of :func:`visible_range`. seen: bool ``[B, T]``, in any order.
+    """
+    begin, end, full_begin, full_end = (each[..., None] for each in _block_ranges(first, last))
+    blocks, length = begin.shape[1], seen.shape[1]
+    column = torch.arange(blocks, device=first.device)
+    padded = torch.nn.functional.pad(seen.to(torch.int32), (0, blocks * BLOCK - length))
+    number = padded.view(-1, blocks, BLOCK).sum(-1)[:, None]
+    in_full = (full_begin <= column) & (column < full_end) & (number == BLOCK)
+    in_part = (begin <= column) & (column < end) & (number > 0) & ~in_full
+    both = in_part, in_full, in_part.transpose(1, 2), in_full.transpose(1, 2)
+    return tuple(part for each in both for part in _listed(each))
+
+
+def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Counts and indices of the blocks that are True, bool ``[B, blocks, blocks]``, in each row."""
+    indices = torch.argsort((~blocks).to(torch.int32), dim=-1, stable=True)
+    return tuple(each.to(torch.int32)[:, None] for each in (blocks.sum(-1), indices))  # type: ignore[return-value]
+
+
+def _block_ranges(first: Tensor, last: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """First and behind last of the blocks that each block sees, then of those it sees in full: ``[B, blocks]`` each."""
+    length = first.shape[1]
+    blocks = (length + BLOCK - 1) // BLOCK
+    opening = torch.arange(blocks, device=first.device) * BLOCK
+    closing = (opening + BLOCK - 1).clamp(max=length - 1)
+    begin = first[:, opening] // BLOCK
+    end = last[:, closing] // BLOCK + 1
+    full_begin = (first[:, closing] + BLOCK - 1) // BLOCK
+    full_end = (last[:, opening] + 1) // BLOCK
+    # The kernels check the bounds of tokens in masked blocks alone, so a short block sees none in full.
+    has_full = (full_begin < full_end) & (opening + BLOCK <= length)
+    return begin, end, torch.where(has_full, full_begin, end), torch.where(has_full, full_end, end)

@@ -168,45 +168,32 @@ def _owned(order: Tensor, offsets: Tensor) -> Tensor:
     return torch.arange(order.shape[0], device=order.device) < offsets[-1]
 
 
-def _gather_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    tokens, order, inverse, offsets, ctx.top_k, weights = inputs
-    ctx.dtype = tokens.dtype
-    needs_weights = weights is not None and ctx.needs_input_grad[5]
-    needs_tokens = ctx.needs_input_grad[0]
-    ctx.save_for_backward(
-        tokens if needs_weights else None, order, inverse, offsets, weights if needs_tokens or needs_weights else None
-    )
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """Of ``expert_gather`` and ``expert_combine``: what the one needs for its gradients, the other does."""
+    moved, order, inverse, offsets, ctx.top_k, weights, *_ = inputs
+    ctx.dtype = moved.dtype
+    needs_moved, needs_weights = ctx.needs_input_grad[0], weights is not None and ctx.needs_input_grad[5]
+    kept_weights = weights if needs_moved or needs_weights else None
+    ctx.save_for_backward(moved if needs_weights else None, order, inverse, offsets, kept_weights)
 
 
 def _gather_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    tokens, order, inverse, offsets, weights = ctx.saved_tensors
+    tokens, *places, weights = ctx.saved_tensors
     grad_tokens = grad_weights = None
     if ctx.needs_input_grad[0]:
-        grad_tokens = expert_combine(grad, order, inverse, offsets, ctx.top_k, weights, ctx.dtype)
+        grad_tokens = expert_combine(grad, *places, ctx.top_k, weights, ctx.dtype)
     if weights is not None and ctx.needs_input_grad[5]:
-        dots = expert_dot(grad, tokens, order, inverse, offsets, ctx.top_k, weights.dtype)
-        grad_weights = dots.reshape(weights.shape)
+        grad_weights = expert_dot(grad, tokens, *places, ctx.top_k, weights.dtype).reshape(weights.shape)
     return grad_tokens, None, None, None, None, grad_weights
 
 
-def _combine_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    rows, order, inverse, offsets, ctx.top_k, weights, _ = inputs
-    ctx.dtype = rows.dtype
-    needs_weights = weights is not None and ctx.needs_input_grad[5]
-    needs_rows = ctx.needs_input_grad[0]
-    ctx.save_for_backward(
-        rows if needs_weights else None, order, inverse, offsets, weights if needs_rows or needs_weights else None
-    )
-
-
 def _combine_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    rows, order, inverse, offsets, weights = ctx.saved_tensors
+    rows, *places, weights = ctx.saved_tensors
     grad_rows = grad_weights = None
     if ctx.needs_input_grad[0]:
-        grad_rows = expert_gather(grad, order, inverse, offsets, ctx.top_k, weights).to(ctx.dtype)
+        grad_rows = expert_gather(grad, *places, ctx.top_k, weights).to(ctx.dtype)
     if weights is not None and ctx.needs_input_grad[5]:
-        dots = expert_dot(rows, grad, order, inverse, offsets, ctx.top_k, weights.dtype)
-        grad_weights = dots.reshape(weights.shape)
+        grad_weights = expert_dot(rows, grad, *places, ctx.top_k, weights.dtype).reshape(weights.shape)
     return grad_rows, None, None, None, None, grad_weights, None
 
 
@@ -228,6 +215,6 @@ def _dot_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return grad_rows, grad_tokens, None, None, None, None, None
 
 
-expert_gather.register_autograd(_gather_backward, setup_context=_gather_setup)
-expert_combine.register_autograd(_combine_backward, setup_context=_combine_setup)
+expert_gather.register_autograd(_gather_backward, setup_context=_setup)
+expert_combine.register_autograd(_combine_backward, setup_context=_setup)
 expert_dot.register_autograd(_dot_backward, setup_context=_dot_setup)

@@ -202,8 +202,8 @@ def _launch_linear(
     out = torch.empty((rows, wide), dtype=x.dtype, device=x.device)
     if out.numel() == 0:
         return out
-    tiles = tiles or linear_tiles(rows, experts, wide, x)
     k_minor = strides[1] == 1
+    tiles = tiles or linear_tiles(rows, experts, wide, x, k_minor)
     x_descriptor = descriptors.of_matrix(x, (tiles.block_m, tiles.block_k)) if tiles.descriptors else None
     # Weights with N contiguous come faster through pointers (by 2 to 12% on an H200), so only the others are described.
     describe = tiles.descriptors and k_minor

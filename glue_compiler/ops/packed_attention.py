@@ -23,7 +23,16 @@ from torch import Tensor
 from glue_compiler.compat import attention
 from glue_compiler.ops.attention_choice import prefers_cudnn
 from glue_compiler.ops.autocast import in_autocast_dtype
-from glue_compiler.ops.document_blocks import BLOCK, block_lists, is_visible, is_visible_and_past, visible_range
+from glue_compiler.ops.document_blocks import (
+    BLOCK,
+    block_lists,
+    block_lists_of_seen,
+    is_visible,
+    is_visible_and_past,
+    is_visible_and_past_and_seen,
+    is_visible_and_seen,
+    visible_range,
+)
 from glue_compiler.ops.varlen_attention import varlen_attention
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -84,22 +93,29 @@ def _flat_starts(starts: Tensor) -> Tensor:
     return (starts | (column == 0)).reshape(-1)
 
 
-@_composite("(Tensor cu_seqlens, SymInt batch, SymInt length, bool is_causal, int window=-1) -> Tensor[]")
-def document_blocks(cu_seqlens: Tensor, batch: int, length: int, is_causal: bool, window: int = -1) -> list[Tensor]:
+@_composite(
+    "(Tensor cu_seqlens, SymInt batch, SymInt length, bool is_causal, int window=-1, Tensor? seen=None) -> Tensor[]"
+)
+def document_blocks(
+    cu_seqlens: Tensor, batch: int, length: int, is_causal: bool, window: int = -1, seen: Tensor | None = None
+) -> list[Tensor]:
     """Which blocks of a packed batch's score matrix an attention kernel visits. No host synchronisation.
 
     Args:
         cu_seqlens: of ``document_offsets`` or ``exact_document_offsets``; row ends are document ends.
         batch: rows B. length: tokens T of a row.
         is_causal, window: as for ``packed_attention``.
+        seen: bool ``[B, T]``: False for keys that no query sees, such as padding; None: there are none.
 
     Returns:
         First and last key that each query sees (int32 ``[B, T]`` each, within its row), then counts ``[B, 1, blocks]``
         and indices ``[B, 1, blocks, blocks]`` of four lists: for each block of queries the blocks of keys that are
-        seen in part, and those seen in full; for each block of keys the same blocks of queries. About
-        ``16 * B * (T / 128)**2`` bytes.
+        seen in part, and those seen in full; for each block of keys the same blocks of queries. ``seen`` comes last,
+        if it was given. About ``16 * B * (T / 128)**2`` bytes.
     """
     first, last = visible_range(cu_seqlens, batch, length, is_causal, window)
+    if seen is not None:
+        return materialized([first, last, *block_lists_of_seen(first, last, seen), seen])
     queries = block_lists(first, last)
     # Read by columns the mask is a range as well, of the queries that see a key.
     keys = block_lists(*visible_range(cu_seqlens, batch, length, is_causal, window, of_keys=True))
@@ -148,7 +164,8 @@ def packed_attention(
         window: -1, or how far a query sees: ``0 <= q - k < window`` if causal, else ``|q - k| < window``.
         scale: multiplies the scores; None: ``1 / sqrt(D)``.
         blocks: of ``document_blocks`` with the same arguments: the kernel is then flex_attention, which only Inductor
-            makes a kernel of. None: ``varlen_attention``.
+            makes a kernel of. None: ``varlen_attention``. Queries that see no key at all get zeros, and so do their
+            gradients, as under a boolean mask of ``scaled_dot_product_attention``.
 
     Returns:
         ``[B, Hq, T, D]``, strides of a transposed ``[B, T, Hq, D]`` without ``blocks``.
@@ -159,9 +176,13 @@ def packed_attention(
     batch, heads, length, size = query.shape
     scale = 1 / math.sqrt(size) if scale is None else scale
     if blocks is not None:
-        first, last, *lists = blocks
-        mask, ends = (is_visible_and_past, (first,)) if is_causal else (is_visible, (first, last))
-        return attention.flex_attention(query, key, value, tuple(lists), BLOCK, mask, ends, scale)
+        first, last, *rest = blocks
+        lists, seen = tuple(rest[:8]), tuple(rest[8:])
+        ends = (first,) if is_causal else (first, last)
+        mask: Callable[..., Tensor] = is_visible_and_past if is_causal else is_visible
+        if seen:
+            mask = is_visible_and_past_and_seen if is_causal else is_visible_and_seen
+        return attention.flex_attention(query, key, value, lists, BLOCK, mask, (*ends, *seen), scale)
     flat = (tensor.transpose(1, 2).reshape(batch * length, tensor.shape[1], size) for tensor in (query, key, value))
     out, _ = varlen_attention(*flat, cu_seqlens, max_seqlen, is_causal, window, scale)
     return out.view(batch, length, heads, size).transpose(1, 2)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import types
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from glue_compiler import compat
+from glue_compiler.compat import layers
 from glue_compiler.fx import bodies
+from glue_compiler.fx.training_pair import TrainingPair
 from glue_compiler.fx.values import Symbolic, expression, is_plain, value_of
 
 _HEADER = '''"""A graph that Dynamo captured, written by glue.
@@ -21,7 +24,9 @@ Runs alone: `python {{this file}}` calls the graph on random inputs of the recor
 import torch
 from torch import device, inf, nan
 {imports}
+'''
 
+HELPERS = '''
 def checkpoint_body(body, *args, **kwargs):
     """What torch.ops.higher_order.tag_activation_checkpoint stands for."""
     return torch.utils.checkpoint.checkpoint(body, *args, use_reentrant=False)
@@ -38,7 +43,29 @@ def random_tensor(shape, stride, dtype, device, requires_grad):
 
 '''
 
+GRAPHS = "# The graph, its bodies first."
+
+_STEP = '''Backward = GraphModule
+
+saved = {saved}
+taken = {taken}
+
+
+def training_step(*inputs):
+    """Takes the forward's inputs, then the gradients of its outputs. Returns outputs, then gradients."""
+    results = Forward()(*inputs[:{inputs}])
+    values = dict(zip(saved, results[{outputs}:]))
+    gradients = iter(inputs[{inputs}:])
+    returned = Backward()(*(values[name] if name in values else next(gradients) for name in taken))
+    return (*results[:{outputs}], *returned)
+'''
+
 _MAIN = """
+
+def make_graph():
+    return {graph}
+
+
 def make_inputs():
     return [
 {inputs}
@@ -47,7 +74,7 @@ def make_inputs():
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    outputs = GraphModule()(*make_inputs())
+    outputs = make_graph()(*make_inputs())
     for i, output in enumerate(outputs if isinstance(outputs, (tuple, list)) else [outputs]):
         shown = tuple(output.shape) if isinstance(output, torch.Tensor) else output
         print(f"output {{i}}: {{shown}}")
@@ -56,18 +83,35 @@ if __name__ == "__main__":
 
 def render_graph(gm: fx.GraphModule) -> str:
     """``gm`` and its bodies as one Python file."""
-    modules = {id(module): name for module, name in _named_modules(gm)}
     imports: dict[str, str] = {}
-    classes = [_render_class(module, modules, imports) for module, _ in _named_modules(gm)]
-    inputs = "\n".join(f"        {_input(node)}," for node in gm.graph.find_nodes(op="placeholder"))
+    classes = _render_classes(gm, imports)
+    return _file(imports, classes, "GraphModule()", gm.graph.find_nodes(op="placeholder"))
+
+
+def render_pair(pair: TrainingPair) -> str:
+    """The graphs of a training step as one Python file. What runs them takes the gradients of the outputs too."""
+    imports: dict[str, str] = {}
+    classes = [*_render_classes(pair.forward, imports), "Forward = GraphModule\n"]
+    classes += _render_classes(pair.backward, imports)
+    inputs, taken = (gm.graph.find_nodes(op="placeholder") for gm in (pair.forward, pair.backward))
+    saved = [value.name if isinstance(value, fx.Node) else None for value in pair.returned[pair.num_outputs :]]
+    gradients = [node for node in taken if node.name not in saved]
+    names = [node.name for node in taken]
+    classes.append(_STEP.format(inputs=len(inputs), outputs=pair.num_outputs, saved=saved, taken=names))
+    return _file(imports, classes, "training_step", [*inputs, *gradients])
+
+
+def _file(imports: dict[str, str], classes: Sequence[str], graph: str, inputs: Sequence[fx.Node]) -> str:
     header = _HEADER.format(imports="\n".join(imports.values()))
-    return header + "\n\n".join(reversed(classes)) + _MAIN.format(inputs=inputs)
+    listed = "\n".join(f"        {_input(node)}," for node in inputs)
+    return f"{header}{HELPERS}{GRAPHS}\n\n" + "\n\n".join(classes) + _MAIN.format(graph=graph, inputs=listed)
 
 
-def _named_modules(gm: fx.GraphModule) -> Iterator[tuple[fx.GraphModule, str]]:
-    for path, module in gm.named_modules():
-        if isinstance(module, fx.GraphModule):
-            yield module, path.replace(".", "_") if path else "GraphModule"
+def _render_classes(gm: fx.GraphModule, imports: dict[str, str]) -> list[str]:
+    """``gm`` as the class ``GraphModule``, behind its bodies."""
+    modules = {path: module for path, module in gm.named_modules() if isinstance(module, fx.GraphModule)}
+    names = {id(module): path.replace(".", "_") if path else "GraphModule" for path, module in modules.items()}
+    return [_render_class(module, names, imports) for module in reversed(modules.values())]
 
 
 def _render_class(gm: fx.GraphModule, modules: dict[int, str], imports: dict[str, str]) -> str:
@@ -75,6 +119,8 @@ def _render_class(gm: fx.GraphModule, modules: dict[int, str], imports: dict[str
     for name, value in code.globals.items():
         if statement := _import(name, value):
             imports[name] = statement
+    if any(getattr(node.target, "namespace", None) == "glue" for node in gm.graph.nodes):
+        imports["glue_compiler.ops"] = "import glue_compiler.ops, glue_compiler.ops.offload  # torch.ops.glue"
     init = ["super().__init__()"]
     for node in gm.graph.find_nodes(op="get_attr"):
         value = bodies.attribute_of(gm, node)
@@ -83,9 +129,25 @@ def _render_class(gm: fx.GraphModule, modules: dict[int, str], imports: dict[str
             init.append(line)
     # Removing a policy from a checkpoint changes what is saved, not what is computed.
     source = code.src.replace("torch.ops.higher_order.tag_activation_checkpoint(", "checkpoint_body(")
+    source = _with_layers(source, gm)
     body = "\n".join(f"    {line}" if line.strip() else "" for line in source.strip().splitlines())
     lines = "\n".join(f"        {line}" for line in init)
     return f"class {modules[id(gm)]}(torch.nn.Module):\n    def __init__(self):\n{lines}\n\n{body}\n"
+
+
+def _with_layers(source: str, gm: fx.GraphModule) -> str:
+    """A comment names the layer of the statements below it, wherever it changes."""
+    layer_by_name = {node.name: layers.layer_of(node) for node in gm.graph.nodes if node.op.startswith("call_")}
+    current = ""
+    lines = []
+    for line in source.splitlines():
+        statement = re.match(r"( +)(\w+)(?:: \"[^\"]*\")? = ", line)
+        layer = layer_by_name.get(statement[2], current) if statement else current
+        if statement and layer != current:
+            lines.append(f"{statement[1]}# Layer: {layer or 'none'}")
+            current = layer
+        lines.append(line)
+    return "\n".join(lines)
 
 
 def _import(name: str, value: Any) -> str | None:

@@ -85,8 +85,10 @@ def _pass_as_json(report: PassReport) -> dict[str, Any]:
     return {
         "name": report.name,
         "stage": report.stage.value,
+        "numerics": report.numerics.value,
         "changed": report.changed,
         "counts": dict(report.counts),
+        "rewrites": [{"number": r.number, "what": r.what} for r in report.rewrites],
         "skips": [{"reason": s.reason, "node": s.node, "source": s.source} for s in report.skips],
         "ms": round(report.milliseconds, 3),
         "error": report.error,

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from torch import fx
 
+from glue_compiler import compat
 from glue_compiler.fx import bodies
 from glue_compiler.fx.value_numbering import number_values
 from glue_compiler.fx.values import unbacked_in, value_of
@@ -16,14 +17,16 @@ from glue_compiler.passes.group_experts.fallback_products import fallback_produc
 from glue_compiler.passes.group_experts.rewrite import erase_dead_counts, group
 from glue_compiler.passes.group_experts.segment_rewrite import group_segments
 from glue_compiler.passes.group_experts.segments import plan_segments
+from glue_compiler.passes.group_experts.slice_rewrite import write_slices
+from glue_compiler.passes.group_experts.slices import plan_slices
 from glue_compiler.passes.group_experts.speculation import proved_regions
 
 
 class GroupExperts(GraphPass):
     """Compute all experts of a loop at once: no ``nonzero`` or piece for each expert, and no host sync.
 
-    Counts: ``loops_grouped``, ``experts_grouped`` (over all loops), ``fallbacks_replaced`` (transformers' operator
-    for grouped products without a kernel).
+    Counts: ``loops_grouped``, ``experts_grouped`` (over all loops), ``loops_sliced`` (not grouped, but one sort finds
+    the rows of all experts), ``fallbacks_replaced`` (transformers' operator for grouped products without a kernel).
     """
 
     name: ClassVar[str] = "group_experts"
@@ -54,18 +57,25 @@ class GroupExperts(GraphPass):
         numbers = number_values(graph, context.effects).numbers
         plans = [(module, plan_grouping(module, numbers, context.effects)) for module in modules]
         segment_plans = [(module, plan_segments(module, numbers, context.effects)) for module in modules]
-        for module, plan in plans:
-            proved, unproved = proved_regions(module, plan.loops, numbers, context.effects)
+        gone = {node for _, plan in plans for loop in plan.loops for node in loop.absorbed}
+        # 2.11 cannot compile the backward of a checkpointed body in which numbers are read.
+        several = modules if compat.version_at_least(2, 12) else modules[:1]
+        slices = [(m, each) for m in several for each in plan_slices(m, numbers, context.effects, gone)]
+        for (module, plan), (_, segments) in zip(plans, segment_plans, strict=True):
+            proved, unproved = proved_regions(module, plan.loops, segments.loops, numbers, context.effects)
             skips.update(dict.fromkeys(unproved))
             # Backwards: a loop that adds to the result of another finds it under the name that the plan has.
             for loop in reversed(plan.loops):
                 group(module, loop, context.effects)
                 counts["loops_grouped"] += 1
                 counts["experts_grouped"] += loop.num_experts
-            erase_dead_counts(module, proved)
+            erase_dead_counts(module, proved, context.effects)
             for region in proved:
                 region.proved = True
             skips.update(dict.fromkeys(plan.skips))
+        for module, sliced in slices:
+            write_slices(module, sliced, context.effects)
+            counts["loops_sliced"] += 1
         for module, segments in segment_plans:
             group_segments(module, segments.loops, context.effects)
             counts["loops_grouped"] += len(segments.loops)

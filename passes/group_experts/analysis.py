@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from glue_compiler.fx.effects import EffectAnalysis, Effects, Kind
+from glue_compiler.fx.effects import EffectAnalysis, Kind
+from glue_compiler.fx.spellings import EMPTY, ZEROS
 from glue_compiler.fx.values import (
     expression,
     requires_grad,
     source_line,
     storage_of,
     storages_of,
-    tensors_in,
     value_of,
 )
 from glue_compiler.graph_pass import Skip
 from glue_compiler.passes.group_experts.expert_bodies import BodyMatcher
 from glue_compiler.passes.group_experts.left_alone import LeftAlone
-from glue_compiler.passes.group_experts.modes import Modes
+from glue_compiler.passes.group_experts.planner import LoopPlanner, Plan, skip_at
 from glue_compiler.passes.group_experts.row_sets import (
     SLOT,
     RowSet,
@@ -31,13 +31,10 @@ from glue_compiler.passes.group_experts.row_sets import (
     as_many_rows,
     names_a_token_once,
     same_size,
-    selects_each_once,
 )
+from glue_compiler.passes.group_experts.selected_experts import are_distinct
 from glue_compiler.passes.group_experts.sinks import Sink, chain_starts, find_sink
 from glue_compiler.passes.group_experts.steps import Step
-
-_ZEROS = {torch.zeros, torch.zeros_like, "new_zeros"}
-_EMPTY = {torch.empty, torch.empty_like, "new_empty"}
 
 
 @dataclass(frozen=True)
@@ -76,13 +73,7 @@ class ExpertLoop:
         return tuple(sink.added for sink in self.sinks)
 
 
-@dataclass
-class Plan:
-    loops: list[ExpertLoop] = field(default_factory=list)
-    skips: list[Skip] = field(default_factory=list)
-
-
-def plan_grouping(gm: fx.GraphModule, numbers: dict[fx.Node, int], analysis: EffectAnalysis) -> Plan:
+def plan_grouping(gm: fx.GraphModule, numbers: dict[fx.Node, int], analysis: EffectAnalysis) -> Plan[ExpertLoop]:
     """Plan for one graph (bodies of its higher-order operators are graphs of their own).
 
     Args:
@@ -94,21 +85,16 @@ def plan_grouping(gm: fx.GraphModule, numbers: dict[fx.Node, int], analysis: Eff
     return _Planner(gm, numbers, analysis, sets).run()
 
 
-class _Planner:
+class _Planner(LoopPlanner):
     def __init__(
         self, gm: fx.GraphModule, numbers: dict[fx.Node, int], analysis: EffectAnalysis, sets: RowSets
     ) -> None:
-        self.nodes = list(gm.graph.nodes)
-        self.position = {node: i for i, node in enumerate(self.nodes)}
-        self.numbers = numbers
+        super().__init__(gm, numbers, analysis)
         self.sets = sets
-        self.analysis = analysis
-        self.effects: dict[fx.Node, Effects] = {node: analysis.of(gm, node) for node in self.nodes}
-        self.modes = Modes(self.nodes, self.effects)
         self.starts: dict[fx.Node, fx.Node] = {}
 
-    def run(self) -> Plan:
-        plan = Plan()
+    def run(self) -> Plan[ExpertLoop]:
+        plan = Plan[ExpertLoop]()
         sinks = [sink for node in self.nodes if (sink := find_sink(node, self.sets))]
         self.starts = chain_starts(sinks)
         by_accumulator: dict[tuple[int, int], list[Sink]] = defaultdict(list)
@@ -173,8 +159,7 @@ class _Planner:
         try:
             return self._loop(sinks)
         except LeftAlone as left:
-            node = left.node or sinks[0].node
-            return Skip(left.reason, node.name, source_line(node))
+            return skip_at(left, sinks[0].node)
 
     def _loop(self, sinks: list[Sink]) -> ExpertLoop:
         row_sets = [sink.rows for sink in sinks]
@@ -208,9 +193,10 @@ class _Planner:
             self._check_sentinels(steps)
         absorbed = self._absorbed(matcher, sinks, row_sets)
         starts_at_zero = self._check_accumulator_uses(sinks, accumulator)
-        self._check_memory(sinks, absorbed, matcher.body, accumulator)
-        computed = sorted(matcher.body | matcher.peeled, key=self.position.__getitem__)
-        self.modes.check_uniform([sinks[-1].node, *(node for node in computed if _is_float(node))])
+        own = {node for sink in sinks for node in (sink.node, *sink.parts)}
+        accumulators = storages_of([value_of(node) for node in (accumulator, *(sink.node for sink in sinks))])
+        self.check_unwritten(absorbed, sinks[-1].node, matcher.body | own, accumulators)
+        self.check_one_mode([sinks[-1].node], matcher.body | matcher.peeled)
         return ExpertLoop(
             selected=mask.selected,
             num_experts=len(experts),
@@ -228,7 +214,7 @@ class _Planner:
         """A token that is twice in a row set is added once by ``out[rows] += ...``, and once by a mask of tokens."""
         for sink in sinks:
             once = names_a_token_once(sink.rows, self.effects)
-            if sink.rows.mask.any_slot and not selects_each_once(sink.rows.mask.selected, self.effects):
+            if sink.rows.mask.any_slot and not are_distinct(sink.rows.mask.selected, self.effects):
                 raise LeftAlone("a token may select an expert twice; that topk selected them would show it cannot")
             if sink.parts and not once:
                 raise LeftAlone("an assignment adds a token once that may select an expert twice", sink.node)
@@ -266,15 +252,10 @@ class _Planner:
             inside.add(rows.root)
             inside.update(user for user in rows.root.users if self.sets.index(user))
         droppable: set[fx.Node] = set()
-        for node in sorted(inside - sink_nodes - masks, key=self.position.__getitem__):
-            for user in node.users:
-                if user in inside or self._is_droppable(user, row_sets, inside, droppable):
-                    continue
-                if self.effects[user].writes:
-                    raise LeftAlone("the body writes a tensor in place; out of place it would be grouped", user)
-                raise LeftAlone(
-                    f"'{node.name}', a value of one expert's rows, is used outside of the loop's body", user
-                )
+        self.check_users(
+            inside - sink_nodes - masks,
+            lambda user: user in inside or self._is_droppable(user, row_sets, inside, droppable),
+        )
         return inside | droppable | masks | matcher.peeled
 
     def _is_droppable(
@@ -313,24 +294,10 @@ class _Planner:
             # In place, what follows the loop may use any of them: they are one tensor.
             if any(user not in mine and (self.position[user] < end or not sink.in_place) for user in sink.node.users):
                 raise LeftAlone("the loop's accumulator is read between its experts", sink.node)
-        made_for_it = not touched_before and accumulator.target in _ZEROS
-        if not sinks[0].adds and not made_for_it and (touched_before or accumulator.target not in _EMPTY):
+        made_for_it = not touched_before and accumulator.target in ZEROS
+        if not sinks[0].adds and not made_for_it and (touched_before or accumulator.target not in EMPTY):
             raise LeftAlone("tokens of no expert keep what was in the tensor that is assigned to", sinks[0].node)
         return made_for_it or not sinks[0].adds
-
-    def _check_memory(self, sinks: list[Sink], absorbed: set[fx.Node], body: set[fx.Node], start: fx.Node) -> None:
-        """The grouped form reads its operands where the loop ends, so nothing may write them before."""
-        mine = body | {node for sink in sinks for node in (sink.node, *sink.parts)}
-        operands = {arg for node in absorbed for arg in (node, *node.all_input_nodes)}
-        accumulators = {storage_of(value_of(node)) for node in (start, *(s.node for s in sinks)) if _is_tensor(node)}
-        read = {storage for node in operands for storage in storages_of(value_of(node))} - accumulators
-        begin = min(self.position[node] for node in absorbed)
-        for node in self.nodes[begin : self.position[sinks[-1].node]]:
-            effects = self.effects[node]
-            if effects.kind is Kind.BARRIER and node not in absorbed:
-                raise LeftAlone(f"'{node.name}' runs between the experts, and what it does is not known", node)
-            if effects.writes & read and node not in mine:
-                raise LeftAlone("an operand of the loop is written while the loop runs", node)
 
 
 def is_trivial_check(node: fx.Node, row_sets: list[RowSet]) -> bool:
@@ -353,11 +320,3 @@ def is_trivial_check(node: fx.Node, row_sets: list[RowSet]) -> bool:
         most = selected.shape[0] if SLOT not in mask.axes else selected.numel()
         return isinstance(limit, int | torch.SymInt) and same_size(limit, most)
     return False
-
-
-def _is_tensor(node: fx.Node) -> bool:
-    return isinstance(value_of(node), torch.Tensor)
-
-
-def _is_float(node: fx.Node) -> bool:
-    return any(tensor.is_floating_point() for tensor in tensors_in(value_of(node)))

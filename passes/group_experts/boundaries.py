@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from glue_compiler.compat import numpy_capture
+from glue_compiler.fx.spellings import ADD, CAT, ZEROS
 from glue_compiler.fx.values import value_of
 
 Item = tuple[fx.Node, int]
@@ -19,12 +20,9 @@ Item = tuple[fx.Node, int]
 _INTEGERS = (torch.int32, torch.int64)
 _READ = {"item", "__int__", "__index__", int, operator.index}
 _COPY = {"cpu", "cuda", "to", "int", "long", "clone", "detach", "contiguous", "tolist", "numpy", "view_as"}
-_ADD = {operator.add, torch.add, "add", "__add__", "__radd__"}
 _SUBTRACT = {operator.sub, torch.sub, torch.subtract, "sub", "__sub__"}
 _CUMSUM = {torch.cumsum, "cumsum"}
-_CAT = {torch.cat, torch.concat, torch.concatenate}
 _PAD = {torch._C._nn.pad, torch.nn.functional.pad}
-_ZEROS = {torch.zeros, torch.zeros_like, "new_zeros"}
 
 
 @dataclass(frozen=True)
@@ -79,11 +77,11 @@ class Boundaries:
             return self.of(node.args[0])
         if target in (operator.iadd, "iadd") and not isinstance(value, torch.Tensor):
             target = "add"
-        if (target in _ADD or target in _SUBTRACT) and len(node.args) == 2:
+        if (target in ADD or target in _SUBTRACT) and len(node.args) == 2:
             first, second = (self.of(arg) for arg in node.args)
             if first is None or second is None:
                 return None
-            return first.plus(second, 1 if target in _ADD else -1)
+            return first.plus(second, 1 if target in ADD else -1)
         if target is torch.sym_sum:
             return self._total(node.args[0])
         return None
@@ -119,11 +117,11 @@ class Boundaries:
         if vector.op.startswith("call_"):
             if vector.target in _COPY and _is_vector(source):
                 return self.items(source)
-            if vector.target in _ZEROS:
+            if vector.target in ZEROS:
                 return None if _is_written(vector) else [Boundary()] * length
             if vector.target in _CUMSUM and _is_vector(source) and _dim(vector) in (0, -1):
                 return self._running_sums(source)
-            if vector.target in _CAT and isinstance(source, tuple | list) and _dim(vector, 0) in (0, -1):
+            if vector.target in CAT and isinstance(source, tuple | list) and _dim(vector, 0) in (0, -1):
                 return self._joined(source)
             if vector.target in _PAD and vector.args[1:] in (((1, 0),), ([1, 0],)) and not vector.kwargs:
                 rest = self.items(source)
@@ -170,7 +168,7 @@ def _is_vector(node: Any) -> bool:
 
 def _is_written(node: fx.Node) -> bool:
     """May zeros have become something else? A vector that only ``cat`` takes stays."""
-    return any(user.target not in _CAT for user in node.users)
+    return any(user.target not in CAT for user in node.users)
 
 
 def _dim(node: fx.Node, default: Any = None) -> Any:

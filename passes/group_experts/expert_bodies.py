@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from glue_compiler.fx.effects import EffectAnalysis, Effects, Kind
+from glue_compiler.fx.spellings import MULTIPLY, SUM, TRANSPOSE
 from glue_compiler.fx.values import expression, tensors_in, value_of
 from glue_compiler.passes.group_experts.expert_rows import ExpertRows, dependents
 from glue_compiler.passes.group_experts.left_alone import LeftAlone
@@ -33,10 +34,7 @@ from glue_compiler.passes.group_experts.steps import (
 
 _LINEAR = {torch._C._nn.linear, torch.nn.functional.linear}
 _MATMUL = {torch.matmul, operator.matmul, torch.mm, "matmul", "mm", "__matmul__"}
-_MULTIPLY = {torch.mul, operator.mul, "mul", "__mul__"}
-_SUM = {torch.sum, "sum"}
 _RESHAPE = {torch.reshape, "reshape", "view", "flatten", torch.flatten}
-_TRANSPOSE = {torch.transpose, "transpose"}
 
 
 class BodyMatcher:
@@ -193,12 +191,12 @@ class BodyMatcher:
             product = node.args[0] if node.args else None
             if (
                 not isinstance(rows, RowSet)
-                or node.target not in _SUM
+                or node.target not in SUM
                 or dim not in (1, -1, (1,), (-1,))
                 or not isinstance(product, fx.Node)
             ):
                 return None
-            if product.target not in _MULTIPLY or len(product.args) != 2 or not names_a_token_once(rows, self.effects):
+            if product.target not in MULTIPLY or len(product.args) != 2 or not names_a_token_once(rows, self.effects):
                 return None
             for weights, mask in (product.args, product.args[::-1]):
                 read = self.sets.mask(mask)
@@ -401,7 +399,7 @@ def _untransposed(node: fx.Node) -> fx.Node | None:
         return None
     if node.target in ("t", torch.t) or (node.target is getattr and node.args[1] in ("T", "mT")):
         return source
-    swaps = node.target in _TRANSPOSE and {dim % 2 for dim in node.args[1:] if isinstance(dim, int)} == {0, 1}
+    swaps = node.target in TRANSPOSE and {dim % 2 for dim in node.args[1:] if isinstance(dim, int)} == {0, 1}
     return source if swaps else None
 
 

@@ -123,6 +123,7 @@ class GroupedBody:
         self.results: dict[int, fx.Node] = {}
         self.stacks: dict[PerExpert, fx.Node] = {}
         self.repeated: dict[Vector, fx.Node] = {}
+        self.halves: dict[Row, fx.Node] = {}
         self.row_count: Any = None
 
     def compute(self, end: int) -> fx.Node:
@@ -153,9 +154,24 @@ class GroupedBody:
             return self._reshaped(self.results[step.row.step], step.tail)
         if isinstance(step, Product):
             return self._product(step)
+        if isinstance(step, RowWise) and (half := self._half(step)) is not None:
+            return half
         if isinstance(step, RowWise):
             return self.emit.node(step.node.op, step.target, self._argument(step.args), self._argument(step.kwargs))
         return self._leaf(step)
+
+    def _half(self, step: RowWise) -> fx.Node | None:
+        """``x[..., ::2]`` or ``x[..., 1::2]``, where the body takes both of one ``x``."""
+        which = _alternating(step)
+        if which is None or not any(
+            isinstance(other, RowWise) and _alternating(other) == 1 - which and other.args[0] == step.args[0]
+            for other in self.steps
+        ):
+            return None
+        row = step.args[0]
+        if row not in self.halves:
+            self.halves[row] = self.emit.call(_glue.deinterleave.default, self.results[row.step])
+        return self.emit.call(operator.getitem, self.halves[row], which)
 
     def _leaf(self, step: Step) -> fx.Node:
         """Rows of all experts for those that a body is given."""
@@ -228,3 +244,18 @@ class GroupedBody:
                 f"group_experts wrote '{step.node.name}', {wanted.dtype} with rows of {step.tail}, as {got.dtype} with "
                 f"rows of {tuple(got.shape[1:])}"
             )
+
+
+def _alternating(step: RowWise) -> int | None:
+    """0 for ``x[..., ::2]`` and 1 for ``x[..., 1::2]``, of an even number of columns."""
+    if step.target is not operator.getitem or not step.args or not isinstance(step.args[0], Row):
+        return None
+    index = step.args[1]
+    value = value_of(step.node.args[0])  # type: ignore[arg-type]
+    if not isinstance(index, tuple) or len(index) != 2 or index[0] is not Ellipsis or not isinstance(index[1], slice):
+        return None
+    if not isinstance(value, torch.Tensor) or type(value.shape[-1]) is not int or value.shape[-1] % 2:
+        return None
+    start, stop, step_by = index[1].start or 0, index[1].stop, index[1].step
+    alternates = type(step_by) is int and step_by == 2 and stop is None
+    return start if alternates and type(start) is int and start in (0, 1) else None

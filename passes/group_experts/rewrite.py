@@ -10,15 +10,15 @@ import torch
 from torch import fx
 
 import glue_compiler.ops  # noqa: F401  registers torch.ops.glue
-from glue_compiler.expert_capture import HITS, SpeculativeRegion
-from glue_compiler.fx.effects import EffectAnalysis
+from glue_compiler.expert_capture import HITS, NonEmptyBranch, SpeculativeRegion
+from glue_compiler.fx.effects import EffectAnalysis, Kind
+from glue_compiler.fx.spellings import MULTIPLY
 from glue_compiler.fx.values import value_of
 from glue_compiler.passes.group_experts.analysis import ExpertLoop
 from glue_compiler.passes.group_experts.grouped_body import Emitter, GroupedBody
 from glue_compiler.passes.group_experts.steps import Gather, Row, RowWise, SlotWeight, Step, rows_of
 
 _glue = torch.ops.glue
-_MULTIPLY = {torch.mul, operator.mul, "mul", "__mul__", "multiply"}
 _CAST = {"to", "float", "type_as"}
 
 
@@ -45,8 +45,15 @@ def group(gm: fx.GraphModule, loop: ExpertLoop, analysis: EffectAnalysis) -> Non
     gm.recompile()
 
 
-def erase_dead_counts(gm: fx.GraphModule, proved: Collection[SpeculativeRegion]) -> None:
-    """Erase the vectors of hit experts that only the loops over them used, with what they were counted from."""
+def erase_dead_counts(gm: fx.GraphModule, proved: Collection[SpeculativeRegion], analysis: EffectAnalysis) -> None:
+    """Erase what only the loops over hit experts and the branches used, with what it was counted from."""
+    present = set(gm.graph.nodes)
+    for region in proved:
+        if isinstance(region, NonEmptyBranch) and region.condition:
+            for node in (region.condition.node, region.condition.number):
+                if node in present:
+                    _erase_unused(gm, node, analysis)
+                    present = set(gm.graph.nodes)
     for hits in [node for node in gm.graph.nodes if node.meta.get(HITS) in proved]:
         waiting = [hits]
         # Sizes of the nonzero, and the checks that it has between no and all rows.
@@ -56,7 +63,7 @@ def erase_dead_counts(gm: fx.GraphModule, proved: Collection[SpeculativeRegion])
             counts = hits.args[0]
             for node in sorted(waiting, reverse=True):
                 gm.graph.erase_node(node)
-            _erase_unused(gm, counts)
+            _erase_unused(gm, counts, analysis)
     gm.recompile()
 
 
@@ -71,9 +78,9 @@ def _is_check_of_size(node: fx.Node, hits: fx.Node) -> bool:
     return node.target is torch.ops.aten.sym_size.int
 
 
-def _erase_unused(gm: fx.GraphModule, node: Any) -> None:
-    """The comparison, the sum and the mask behind a vector of hits."""
-    while isinstance(node, fx.Node) and node.op.startswith("call_") and not node.users:
+def _erase_unused(gm: fx.GraphModule, node: Any, analysis: EffectAnalysis) -> None:
+    """The comparison, the sum and the mask behind a number of rows, or a vector of them."""
+    while isinstance(node, fx.Node) and not node.users and analysis.of(gm, node).kind is Kind.PURE:
         source = node.args[0] if node.args else None
         gm.graph.erase_node(node)
         node = source
@@ -111,7 +118,7 @@ class _Grouped(GroupedBody):
         if isinstance(step, RowWise) and step.target in _CAST and isinstance(step.args[0], Row):
             last = step.args[0].step
             step = steps[last]
-        if isinstance(step, RowWise) and step.target in _MULTIPLY and len(step.args) == 2 and not step.kwargs:
+        if isinstance(step, RowWise) and step.target in MULTIPLY and len(step.args) == 2 and not step.kwargs:
             for rows, factor in (step.args, step.args[::-1]):
                 if not isinstance(rows, Row) or not isinstance(factor, Row):
                     continue

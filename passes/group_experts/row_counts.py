@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,17 +10,14 @@ import torch
 from torch import fx
 
 from glue_compiler.fx.effects import Effects
+from glue_compiler.fx.spellings import ONES, SUM, ZEROS
 from glue_compiler.fx.values import expression, storage_of, value_of
 from glue_compiler.passes.group_experts.boundaries import copied_from
-from glue_compiler.passes.group_experts.row_sets import EXPERT, SLOT, TOKEN, RowSets
+from glue_compiler.passes.group_experts.row_sets import COUNT_DTYPES, SLOT, TOKEN, RowSets, counts_by_expert
+from glue_compiler.passes.group_experts.selected_experts import are_distinct
 
-_SUM = {torch.sum, "sum"}
-_ZEROS = {torch.zeros, torch.zeros_like, "new_zeros"}
-_ONES = {torch.ones, torch.ones_like, "new_ones"}
-_TOP_K = {torch.topk, "topk"}
 _SCATTER = {torch.scatter, "scatter", "scatter_"}
 _SCATTER_ADD = {torch.scatter_add, "scatter_add", "scatter_add_", torch.index_add, "index_add", "index_add_"}
-_SAME_INDICES = {"to", "long", "int", "view", "reshape", "flatten", "contiguous", "clone", "detach", torch.flatten}
 
 
 @dataclass(frozen=True)
@@ -55,7 +51,7 @@ class RowCounts:
         return None
 
     def _total(self, node: fx.Node) -> Total | None:
-        if node.target in _SUM:
+        if node.target in SUM:
             return self._total_of_sum(node)
         if node.target is torch.histc:
             bins = {"bins": 100, "min": 0, "max": 0, **dict(zip(("bins", "min", "max"), node.args[1:], strict=False))}
@@ -65,31 +61,28 @@ class RowCounts:
             return Total(_numel(ids), exact=False) if isinstance(bins["bins"], int) else None
         if node.target in _SCATTER_ADD and len(node.args) == 4 and not node.kwargs:
             base, dim, ids, source = node.args
-            if dim in (0, -1) and _is_made_of(source, _ONES) and _rank(ids) == 1 and self._is_zeros(base, node):
+            if dim in (0, -1) and _is_made_of(source, ONES) and _rank(ids) == 1 and self._is_zeros(base, node):
                 same = expression(value_of(source).shape[0]) == _numel(ids)  # type: ignore[arg-type]
                 return Total(_numel(ids), exact=True) if same else None
         return None
 
     def _total_of_sum(self, node: fx.Node) -> Total | None:
-        counted: Any = node.args[0] if node.args else None
-        dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
-        dims = [dims] if isinstance(dims, int) else dims
-        if not isinstance(counted, fx.Node) or not isinstance(dims, tuple | list):
-            return None
-        rank = _rank(counted)
-        mask = RowSets().mask(counted)
-        if mask is not None and mask.expert is None and mask.classes is not None:
-            kept = [axis for i, axis in enumerate(mask.axes) if i not in {dim % rank for dim in dims}]
+        mask = counts_by_expert(node, RowSets())
+        if mask is not None:
             # one_hot refuses ids that have no class, so each slot is counted once, unless slots were merged before.
             exact = sum(axis in (TOKEN, SLOT) for axis in mask.axes) == _rank(mask.selected)
             unwritten = all(self._contents(each, node) is each for each in mask.nodes)
-            return Total(_numel(mask.selected), exact) if kept == [EXPERT] and unwritten else None
+            return Total(_numel(mask.selected), exact) if mask.classes is not None and unwritten else None
+        counted: Any = node.args[0] if node.args else None
+        dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+        if not isinstance(counted, fx.Node) or dims not in (0, -2, (0,), [0], (-2,), [-2]) or _rank(counted) != 2:
+            return None
+        if value_of(node).dtype not in COUNT_DTYPES:
+            return None
         while (source := copied_from(counted)) is not None and self._contents(counted, node) is counted:
             counted = source
         made = self._contents(counted, node)
-        if rank == 2 and [dim % rank for dim in dims] == [0] and made is not None and made.target in _SCATTER:
-            return self._total_of_scatter(made)
-        return None
+        return self._total_of_scatter(made) if made is not None and made.target in _SCATTER else None
 
     def _total_of_scatter(self, node: fx.Node) -> Total | None:
         """``zeros([tokens, E]).scatter(1, ids, 1)``: a token counts once for each expert that its slots name."""
@@ -100,7 +93,7 @@ class RowCounts:
             return None
         if not self._is_zeros(base, node):
             return None
-        return Total(_numel(ids), exact=_names_each_once(ids, self._effects))
+        return Total(_numel(ids), exact=are_distinct(ids, self._effects))
 
     # -- memory
 
@@ -119,7 +112,7 @@ class RowCounts:
 
     def _is_zeros(self, base: Any, writer: fx.Node) -> bool:
         """Is ``base`` made of zeros, and still so when ``writer`` takes it?"""
-        return _is_made_of(base, _ZEROS) and self._contents(base, writer) is base
+        return _is_made_of(base, ZEROS) and self._contents(base, writer) is base
 
 
 def _base(node: fx.Node) -> Any:
@@ -137,25 +130,3 @@ def _rank(node: Any) -> int:
 
 def _numel(node: Any) -> Any:
     return expression(value_of(node).numel())
-
-
-def _names_each_once(ids: fx.Node, effects: Mapping[fx.Node, Effects]) -> bool:
-    """Are a token's experts different ones? They are if there is one, or if they are the indices of ``topk``."""
-    shape = value_of(ids).shape
-    if type(shape[-1]) is int and shape[-1] == 1:
-        return True
-    node: Any = ids
-    storages = set()
-    while isinstance(node, fx.Node) and node.op == "call_method" and node.target in _SAME_INDICES:
-        if _rank(node.args[0]) != len(shape):
-            return False
-        storages.add(storage_of(value_of(node)))
-        node = node.args[0]
-    if not isinstance(node, fx.Node) or node.target is not operator.getitem or node.args[1] != 1:
-        return False
-    storages.add(storage_of(value_of(node)))
-    if any(storages & each.writes for each in effects.values()):
-        return False
-    top: Any = node.args[0]
-    dim = top.args[2] if len(top.args) > 2 else top.kwargs.get("dim", -1)
-    return top.target in _TOP_K and dim in (-1, len(shape) - 1)

@@ -16,7 +16,9 @@ from torch import fx
 
 from glue_compiler.compat import equal_sizes
 from glue_compiler.fx.effects import Effects
-from glue_compiler.fx.values import expression, storage_of, value_of
+from glue_compiler.fx.spellings import ANY, SUM, TRANSPOSE
+from glue_compiler.fx.values import expression, value_of
+from glue_compiler.passes.group_experts.selected_experts import are_distinct
 
 TOKEN, SLOT, EXPERT, ONE = "token", "slot", "expert", "one"
 _AXES_OF_SELECTED = {1: (TOKEN,), 2: (TOKEN, SLOT)}
@@ -24,13 +26,11 @@ _AXES_OF_SELECTED = {1: (TOKEN,), 2: (TOKEN, SLOT)}
 _ONE_HOT = {torch._C._nn.one_hot, torch.nn.functional.one_hot}
 _EQUAL = {torch.eq, operator.eq, "eq", "__eq__"}
 _PERMUTE = {torch.permute, "permute"}
-_TRANSPOSE = {torch.transpose, "transpose", "swapaxes"}
 _SAME_NONZEROS = {"to", "bool", "int", "long", "float", "contiguous", "clone", "detach"}
 _WHERE = {torch.where, torch.nonzero, "nonzero"}
 _FLATTEN = {"squeeze", torch.squeeze, "flatten", torch.flatten, "view", "reshape"}
-_ANY = {torch.any, "any"}
-_TOP_K = {torch.topk, "topk"}
-_SAME_VALUES = {"to", "long", "int", "contiguous", "clone", "detach"}
+COUNT_DTYPES = (torch.int32, torch.int64, torch.float32, torch.float64)
+"""They hold every number of rows that a batch can have."""
 _GETATTR = getattr
 
 
@@ -174,7 +174,7 @@ def _view(mask: Mask, node: fx.Node) -> Mask | None:
         if len(dims) != rank or not all(isinstance(dim, int) for dim in dims):
             return None
         return replace(mask, axes=tuple(mask.axes[dim] for dim in dims))  # type: ignore[index]
-    if node.target in _TRANSPOSE and len(node.args) == 3 and all(isinstance(dim, int) for dim in node.args[1:]):
+    if node.target in TRANSPOSE and len(node.args) == 3 and all(isinstance(dim, int) for dim in node.args[1:]):
         axes = list(mask.axes)
         first, second = node.args[1:]
         axes[first], axes[second] = axes[second], axes[first]  # type: ignore[index]
@@ -189,7 +189,7 @@ def _view(mask: Mask, node: fx.Node) -> Mask | None:
     if node.target in ("unsqueeze", torch.unsqueeze) and isinstance(node.args[1], int):
         dim = node.args[1] % (rank + 1)
         return replace(mask, axes=(*mask.axes[:dim], ONE, *mask.axes[dim:]))
-    if node.target in _ANY and mask.axes == (TOKEN, SLOT):
+    if node.target in ANY and mask.axes == (TOKEN, SLOT):
         along = node.args[1] if len(node.args) == 2 else node.kwargs.get("dim")
         return replace(mask, axes=(TOKEN,), any_slot=True) if along in (1, -1) and len(node.kwargs) < 2 else None
     if node.target is operator.getitem:
@@ -239,24 +239,24 @@ def _selects_one(item: Any) -> bool:
 
 def names_a_token_once(rows: RowSet, effects: Mapping[fx.Node, Effects]) -> bool:
     """Is no token twice in the row set?"""
-    return rows.mask.any_slot or selects_each_once(rows.mask.selected, effects)
+    return rows.mask.any_slot or are_distinct(rows.mask.selected, effects)
 
 
-def selects_each_once(selected: fx.Node, effects: Mapping[fx.Node, Effects]) -> bool:
-    """Are a token's experts different ones? They are if there is one, or if they are the indices of ``topk``."""
-    shape = value_of(selected).shape
-    if len(shape) == 1 or shape[-1] == 1:
-        return True
-    chain = [selected]
-    while chain[-1].op == "call_method" and chain[-1].target in _SAME_VALUES:
-        chain.append(chain[-1].args[0])  # type: ignore[arg-type]
-    if chain[-1].target is not operator.getitem or chain[-1].args[1] != 1:
-        return False
-    top: Any = chain[-1].args[0]
-    dim = top.args[2] if len(top.args) > 2 else top.kwargs.get("dim", -1)
-    storages = {storage_of(value_of(node)) for node in chain}
-    is_written = any(storages & each.writes for each in effects.values())
-    return top.target in _TOP_K and dim in (-1, len(shape) - 1) and not is_written
+def counts_by_expert(total: fx.Node, sets: RowSets) -> Mask | None:
+    """The mask, if ``total`` is its sum over all but the experts: the number of rows of each expert.
+
+    In a dtype that holds such a number: bf16 rounds from 257 rows on.
+    """
+    counted = total.args[0] if total.target in SUM and total.args else None
+    mask = sets.mask(counted)
+    dims = total.args[1] if len(total.args) > 1 else total.kwargs.get("dim")
+    dims = [dims] if isinstance(dims, int) else dims
+    if mask is None or mask.expert is not None or not isinstance(dims, tuple | list):
+        return None
+    summed = {dim % len(mask.axes) for dim in dims if isinstance(dim, int)}
+    kept = [axis for i, axis in enumerate(mask.axes) if i not in summed]
+    value = value_of(total)
+    return mask if kept == [EXPERT] and value.dim() == 1 and value.dtype in COUNT_DTYPES else None
 
 
 def _rank(node: fx.Node) -> int:

@@ -54,13 +54,13 @@ def _offsets(emit: Emitter, loop: SegmentLoop) -> fx.Node:
 
 
 def _check_counts(emit: Emitter, loop: SegmentLoop) -> None:
-    """What ``split`` checked on the host is checked on the device."""
+    """What ``split``, or the assignment of all rows, checked on the host is checked on the device."""
     rows: Any = value_of(loop.source).shape[0]
     if isinstance(rows, torch.SymInt):
         rows = emit.call(torch.ops.aten.sym_size.int, loop.source, 0)
     fits = emit.call(torch.eq, emit.method("sum", loop.counts), rows)
     positive = emit.method("all", emit.call(torch.ge, loop.counts, 0))
-    message = "split_with_sizes: the sizes must not be negative, and sum to the number of rows"
+    message = "the experts' numbers of rows must not be negative, and sum to the number of rows"
     emit.call(torch.ops.aten._assert_async.msg, emit.call(torch.logical_and, fits, positive), message)
 
 

@@ -6,29 +6,30 @@ Their results stand in the same order, joined by ``cat`` or written to the same 
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from glue_compiler.fx.effects import EffectAnalysis, Effects, Kind
-from glue_compiler.fx.values import expression, source_line, storage_of, storages_of, tensors_in, value_of
+from glue_compiler import compat
+from glue_compiler.fx.effects import EffectAnalysis, Kind
+from glue_compiler.fx.spellings import CAT, EMPTY, ZEROS
+from glue_compiler.fx.values import expression, source_line, storage_of, storages_of, value_of
 from glue_compiler.graph_pass import Skip
 from glue_compiler.passes.group_experts.boundaries import Boundaries, Boundary
 from glue_compiler.passes.group_experts.left_alone import LeftAlone
-from glue_compiler.passes.group_experts.modes import Modes
 from glue_compiler.passes.group_experts.pieces import Extent, Piece, PieceRows, Pieces, Write
+from glue_compiler.passes.group_experts.planner import LoopPlanner, Plan, skip_at
 from glue_compiler.passes.group_experts.row_counts import RowCounts, Total
 from glue_compiler.passes.group_experts.segment_bodies import Segment, SegmentBodies
 from glue_compiler.passes.group_experts.segment_numbers import SegmentNumbers
 from glue_compiler.passes.group_experts.steps import Product, Step
 
-_CAT = {torch.cat, torch.concat, torch.concatenate}
-_ZEROS = {torch.zeros, torch.zeros_like, "new_zeros"}
-_EMPTY = {torch.empty, torch.empty_like, "new_empty"}
+_ARGSORT = {torch.argsort, "argsort"}
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,10 @@ class SegmentLoop:
     numbers: frozenset[fx.Node]
     """What was read from the counts, with checks of it that cannot fail: they go if nothing else needs one of them."""
     autocast: tuple[fx.Node, ...]
-    row_counts: frozenset[Boundary]
+    row_counts: tuple[Boundary, ...]
     """The numbers of rows of the experts."""
+    has_rows: bool
+    """Some expert has a row, whatever the routing."""
 
     @property
     def first_expert(self) -> int:
@@ -70,13 +73,7 @@ class SegmentLoop:
         return self.writes[0].into if self.writes else self.last
 
 
-@dataclass
-class SegmentPlan:
-    loops: list[SegmentLoop] = field(default_factory=list)
-    skips: list[Skip] = field(default_factory=list)
-
-
-def plan_segments(gm: fx.GraphModule, numbers: dict[fx.Node, int], analysis: EffectAnalysis) -> SegmentPlan:
+def plan_segments(gm: fx.GraphModule, numbers: dict[fx.Node, int], analysis: EffectAnalysis) -> Plan[SegmentLoop]:
     """Plan for one graph (bodies of its higher-order operators are graphs of their own).
 
     Args:
@@ -86,21 +83,11 @@ def plan_segments(gm: fx.GraphModule, numbers: dict[fx.Node, int], analysis: Eff
     found = Pieces(boundaries)
     pieces = [piece for node in gm.graph.nodes if (piece := found.piece(node))]
     if not pieces:
-        return SegmentPlan()
+        return Plan[SegmentLoop]()
     return _Planner(gm, numbers, analysis, boundaries, found, pieces).run()
 
 
-def counts_rows_of(value: Any, loop: SegmentLoop, numbers: dict[fx.Node, int]) -> bool:
-    """Is ``value`` (an int, or the node of one or of a 0-d tensor) the number of rows of one of the loop's experts?
-
-    If it is zero, that expert's part of the grouped form computes nothing and leaves no row in the result: code that
-    was traced although it is skipped for an expert without rows does nothing then, as far as it is in ``absorbed``.
-    """
-    boundary = Boundaries(numbers).of(value)
-    return boundary is not None and boundary in loop.row_counts
-
-
-class _Planner:
+class _Planner(LoopPlanner):
     def __init__(
         self,
         gm: fx.GraphModule,
@@ -110,13 +97,9 @@ class _Planner:
         found: Pieces,
         pieces: Sequence[Piece],
     ) -> None:
-        self.nodes = list(gm.graph.nodes)
-        self.position = {node: i for i, node in enumerate(self.nodes)}
-        self.numbers = numbers
-        self.analysis = analysis
-        self.effects: dict[fx.Node, Effects] = {node: analysis.of(gm, node) for node in self.nodes}
-        self.modes = Modes(self.nodes, self.effects)
+        super().__init__(gm, numbers, analysis)
         self.row_counts = RowCounts(self.nodes, self.effects)
+        self.shape_env = getattr(analysis.fake_mode, "shape_env", None)
         self.boundaries = boundaries
         self.pieces = {piece.node: piece for piece in pieces}
         self.equal_sizes: dict[Any, Any] = {}
@@ -124,8 +107,8 @@ class _Planner:
         self.writes = [write for node in self.nodes if (write := found.write(node))]
         self.ends = {write.node for write in self.writes} | {node for node in self.nodes if _joined(node)}
 
-    def run(self) -> SegmentPlan:
-        plan = SegmentPlan()
+    def run(self) -> Plan[SegmentLoop]:
+        plan = Plan[SegmentLoop]()
         matched: set[fx.Node] = set()
         for results, writes, last in self._candidates():
             rows = [self._rows(node, expert) for expert, node in enumerate(results)]
@@ -137,8 +120,7 @@ class _Planner:
                 plan.loops.append(loop)
                 self.equal_sizes.setdefault(*(self._size(value_of(n).shape[0]) for n in (loop.result, loop.source)))
             except LeftAlone as left:
-                node = left.node or last
-                plan.skips.append(Skip(left.reason, node.name, source_line(node)))
+                plan.skips.append(skip_at(left, last))
         left_over = {piece.source: piece for piece in self.pieces.values() if piece.node not in matched}
         for piece in left_over.values():
             if piece.split is not None or not piece.extent[0].is_constant:
@@ -185,25 +167,26 @@ class _Planner:
         matcher = SegmentBodies(rows, self.ends, self.effects, self.numbers, self.analysis)
         steps = matcher.match(results)
         pieces = [piece for each in rows for piece in each.pieces]
-        from_split = any(piece.split is not None for piece in pieces)
         total = self._total(counts, len(rows), all_rows)
         covers = total is not None and total.exact
-        if not covers and not from_split:
+        from_split = any(piece.split is not None for piece in pieces)
+        is_checked = not covers and (from_split or (total is not None and self._is_put_back(last, all_rows)))
+        if not covers and not is_checked:
             self._check_rows_beyond(steps, writes, total)
         self._check_result(steps[-1], results, writes, last, pieces, all_rows)
 
-        numbers = SegmentNumbers(self.boundaries, self.effects, counts, all_rows, exact=covers or from_split)
+        numbers = SegmentNumbers(self.boundaries, self.effects, counts, all_rows, exact=covers or is_checked)
         read = [node for piece in pieces for node in piece.numbers]
         trail = numbers.trail([*read, *(node for write in writes for node in write.numbers)])
         ends = {last, *(write.node for write in writes)}
         body = matcher.body | matcher.peeled | {piece.node for piece in pieces}
         body |= {piece.split for piece in pieces if piece.split is not None}
         sizes = numbers.dead_ends(body, pieces)
-        self._check_users(matcher.body | {piece.node for piece in pieces}, body | ends | sizes)
-        self._check_memory(body, writes, last)
-        self._check_unwritten(trail)
-        computed = sorted(matcher.body | matcher.peeled | ends, key=self.position.__getitem__)
-        self.modes.check_uniform([node for node in computed if node in ends or _is_float(node)])
+        inside = body | ends | sizes
+        self.check_users(matcher.body | {piece.node for piece in pieces}, inside.__contains__)
+        self.check_unwritten(body, last, {write.node for write in writes})
+        self._check_counts_unwritten(trail)
+        self.check_one_mode(ends, matcher.body | matcher.peeled)
         return SegmentLoop(
             counts=counts,
             num_experts=len(rows),
@@ -212,11 +195,12 @@ class _Planner:
             results=tuple(results),
             writes=tuple(writes),
             last=last,
-            checks_counts=from_split and not covers,
-            absorbed=frozenset(body | ends | sizes),
+            checks_counts=is_checked,
+            absorbed=frozenset(inside),
             numbers=frozenset(trail - {counts} | numbers.dead_ends(trail - {counts}, pieces)),
             autocast=self.modes.autocast_of(last),
-            row_counts=frozenset(stop.plus(start, -1) for start, stop in extents),
+            row_counts=tuple(stop.plus(start, -1) for start, stop in extents),
+            has_rows=(covers or is_checked) and compat.lower_bound(all_rows, self.shape_env) > 0,
         )
 
     def _total(self, counts: fx.Node, experts: int, all_rows: Any) -> Total | None:
@@ -225,6 +209,26 @@ class _Planner:
         if total is None or not bool(total.rows == all_rows):
             return None
         return Total(total.rows, total.exact and value_of(counts).shape[0] == experts)
+
+    def _is_put_back(self, joined: fx.Node, all_rows: Any) -> bool:
+        """``empty_like(joined)[order] = joined`` with all rows' ``order``: raises unless ``joined`` has all rows.
+
+        ``order`` is an ``argsort``, so it holds the index of the last row.
+        """
+        for user in joined.users:
+            into, order, value = user.args if user.target is operator.setitem and len(user.args) == 3 else (None,) * 3
+            if value is not joined or not isinstance(into, fx.Node) or not isinstance(order, fx.Node):
+                continue
+            same = into.target in ZEROS | EMPTY and expression(value_of(into).shape[0]) == expression(
+                value_of(joined).shape[0]
+            )
+            index = value_of(order)
+            if not same or order.target not in _ARGSORT or index.dim() != 1:
+                continue
+            is_written = any(storage_of(index) in each.writes for each in self.effects.values())
+            if not is_written and bool(self._size(index.shape[0]) == all_rows):
+                return True
+        return False
 
     @staticmethod
     def _counts(extents: list[Extent]) -> fx.Node:
@@ -263,7 +267,7 @@ class _Planner:
                 "the row counts are not known to be counts of the rows; counts that the same graph makes with one_hot "
                 "and sum, or pieces made by split, would show that they are"
             )
-        if not writes or writes[0].into.target not in _ZEROS:
+        if not writes or writes[0].into.target not in ZEROS:
             raise LeftAlone(
                 "the pieces may end before the rows do, and the result has no zeros there; counts of topk's indices "
                 "would show that they do not"
@@ -292,7 +296,7 @@ class _Planner:
         if not writes:
             return
         into = value_of(writes[0].into)
-        if writes[0].into.target not in _ZEROS | _EMPTY:
+        if writes[0].into.target not in ZEROS | EMPTY:
             raise LeftAlone("the results are written to a tensor that is not fresh, of zeros or empty", last)
         if not into.is_floating_point() or into.device != given.device:
             raise LeftAlone("the results are written to a tensor of integers, or on another device", last)
@@ -311,32 +315,7 @@ class _Planner:
             if node not in mine and storage in uses:
                 raise LeftAlone("the tensor that the results are written to is used before all are written", node)
 
-    def _check_users(self, values: set[fx.Node], inside: set[fx.Node]) -> None:
-        """A value of one expert's rows has no user outside of the loop."""
-        for node in sorted(values, key=self.position.__getitem__):
-            for user in node.users:
-                if user in inside:
-                    continue
-                if self.effects[user].writes:
-                    raise LeftAlone("the body writes a tensor in place; out of place it would be grouped", user)
-                raise LeftAlone(
-                    f"'{node.name}', a value of one expert's rows, is used outside of the loop's body", user
-                )
-
-    def _check_memory(self, body: set[fx.Node], writes: list[Write], last: fx.Node) -> None:
-        """The grouped form reads its operands where the loop ends, so nothing may write them before."""
-        mine = {write.node for write in writes}
-        operands = {arg for node in body for arg in (node, *node.all_input_nodes)}
-        read = {storage for node in operands for storage in storages_of(value_of(node))}
-        begin = min(self.position[node] for node in body)
-        for node in self.nodes[begin : self.position[last]]:
-            effects = self.effects[node]
-            if effects.kind is Kind.BARRIER:
-                raise LeftAlone(f"'{node.name}' runs between the experts, and what it does is not known", node)
-            if effects.writes & read and node not in mine:
-                raise LeftAlone("an operand of the loop is written while the loop runs", node)
-
-    def _check_unwritten(self, trail: set[fx.Node]) -> None:
+    def _check_counts_unwritten(self, trail: set[fx.Node]) -> None:
         """Nothing writes the row counts, or what is made of them, until the last number was read from them."""
         memory = {storage for node in trail for storage in storages_of(value_of(node))}
         positions = sorted(self.position[node] for node in trail)
@@ -348,7 +327,7 @@ class _Planner:
 
 def _joined(node: fx.Node) -> list[fx.Node]:
     """The tensors that a ``cat`` puts behind each other."""
-    if node.target not in _CAT or not node.args or not isinstance(node.args[0], tuple | list):
+    if node.target not in CAT or not node.args or not isinstance(node.args[0], tuple | list):
         return []
     dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
     parts = list(node.args[0])
@@ -356,7 +335,3 @@ def _joined(node: fx.Node) -> list[fx.Node]:
     if not isinstance(value, torch.Tensor) or dim not in (0, -value.dim()) or "out" in node.kwargs:
         return []
     return parts if parts and all(isinstance(part, fx.Node) for part in parts) else []
-
-
-def _is_float(node: fx.Node) -> bool:
-    return any(tensor.is_floating_point() for tensor in tensors_in(value_of(node)))

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from glue_compiler.fx.spellings import ADD
 from glue_compiler.fx.values import value_of
 from glue_compiler.passes.group_experts.row_sets import TOKEN, Index, RowSet, RowSets
 
 _INDEX_ADD = {torch.index_add, "index_add", "index_add_"}
-_ADD = {operator.add, operator.iadd, torch.add, "add", "add_", "__add__", "__iadd__"}
+_ADD = ADD | {operator.iadd, "add_", "__iadd__"}
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+
 from torch import fx
 
 from glue_compiler.expert_capture import HITS, REGIONS, NonEmptyBranch, SpeculativeRegion, UnrolledLoop, counted_sum
@@ -9,12 +11,18 @@ from glue_compiler.fx.effects import EffectAnalysis, Kind
 from glue_compiler.fx.values import source_line, value_of
 from glue_compiler.graph_pass import Skip
 from glue_compiler.passes.group_experts.analysis import ExpertLoop
-from glue_compiler.passes.group_experts.row_sets import EXPERT, RowSets
+from glue_compiler.passes.group_experts.row_branches import unproved_branch
+from glue_compiler.passes.group_experts.row_sets import RowSets, counts_by_expert
+from glue_compiler.passes.group_experts.segments import SegmentLoop
 from glue_compiler.passes.group_experts.steps import Product, Stacked
 
 
 def proved_regions(
-    gm: fx.GraphModule, loops: list[ExpertLoop], numbers: dict[fx.Node, int], analysis: EffectAnalysis
+    gm: fx.GraphModule,
+    loops: Sequence[ExpertLoop],
+    segments: Sequence[SegmentLoop],
+    numbers: dict[fx.Node, int],
+    analysis: EffectAnalysis,
 ) -> tuple[list[SpeculativeRegion], list[Skip]]:
     """The speculative regions of ``gm`` that do nothing for an expert without rows.
 
@@ -29,13 +37,15 @@ def proved_regions(
     for node in gm.graph.nodes:
         for region in node.meta.get(REGIONS, ()):
             traced.setdefault(region, []).append(node)
+    inside = {node for loop in loops for node in loop.absorbed}
+    inside |= {node for loop in segments for node in loop.absorbed | loop.numbers}
     for region, nodes in traced.items():
-        reason = _left_over(gm, region, nodes, loops, analysis)
-        mine = [loop for loop in loops if any(sink.node in nodes for sink in loop.sinks)]
+        reason = _left_over(gm, region, nodes, inside, analysis)
         if not reason and isinstance(region, UnrolledLoop):
+            mine = [loop for loop in loops if any(sink.node in nodes for sink in loop.sinks)]
             reason = _counts_others(region, unrolled.get(region), mine, numbers)
         if not reason and isinstance(region, NonEmptyBranch):
-            reason = _asks_for_others(region, nodes, mine)
+            reason = unproved_branch(gm, region, nodes, loops, segments, numbers)
         if reason:
             place = unrolled.get(region) or nodes[0]
             what = "loop over the hit experts" if isinstance(region, UnrolledLoop) else "branch on the number of rows"
@@ -49,14 +59,13 @@ def _left_over(
     gm: fx.GraphModule,
     region: SpeculativeRegion,
     traced: list[fx.Node],
-    loops: list[ExpertLoop],
+    inside: Collection[fx.Node],
     analysis: EffectAnalysis,
 ) -> str | None:
     if region.leaves_a_trace:
         return "its code changes a Python object"
     if region.is_running():
         return "the graph ends inside of it"
-    inside = {node for loop in loops for node in loop.absorbed}
     left: set[fx.Node] = set()
     for node in reversed(traced):
         dead = analysis.of(gm, node).kind is Kind.PURE and all(user in left for user in node.users)
@@ -68,7 +77,7 @@ def _left_over(
 
 
 def _counts_others(
-    region: UnrolledLoop, hits: fx.Node | None, loops: list[ExpertLoop], numbers: dict[fx.Node, int]
+    region: UnrolledLoop, hits: fx.Node | None, loops: Sequence[ExpertLoop], numbers: dict[fx.Node, int]
 ) -> str | None:
     selected = _counted(hits) if hits is not None else None
     if selected is None:
@@ -86,23 +95,8 @@ def _ends_at(loop: ExpertLoop, length: int) -> bool:
     return any(value_of(stack.base).shape[0] == length for stack in stacks)
 
 
-def _asks_for_others(region: NonEmptyBranch, traced: list[fx.Node], loops: list[ExpertLoop]) -> str | None:
-    sinks = [sink for loop in loops for sink in loop.sinks if sink.node in traced]
-    if any(sink.rows.count != region.count for sink in sinks):
-        return "it asks for another number than that of the rows that are added"
-    return None
-
-
 def _counted(hits: fx.Node) -> fx.Node | None:
     """``selected``, for ``(mask.sum(dims) > 0).nonzero()`` with its mask summed over all but the experts."""
     total = counted_sum(hits)
-    if total is None:
-        return None
-    mask = RowSets().mask(total.args[0])
-    dims = total.args[1] if len(total.args) > 1 else total.kwargs.get("dim")
-    if mask is None or mask.expert is not None or not isinstance(dims, tuple | list):
-        return None
-    rank = len(mask.axes)
-    summed = {dim % rank for dim in dims if isinstance(dim, int)}
-    kept = [axis for i, axis in enumerate(mask.axes) if i not in summed]
-    return mask.selected if kept == [EXPERT] and value_of(total).dim() == 1 else None
+    mask = counts_by_expert(total, RowSets()) if total is not None else None
+    return mask.selected if mask is not None else None

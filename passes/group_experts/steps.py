@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 
+from glue_compiler.fx.spellings import ADD
 from glue_compiler.fx.values import value_of
 
 Nodes = tuple[fx.Node, ...]
 """One node for each expert, in the order of the experts."""
-
-_ADD = {torch.add, operator.add, "add", "__add__"}
 
 
 @dataclass(frozen=True)
@@ -139,7 +136,7 @@ def fold_biases(steps: list[Step]) -> tuple[Step, ...]:
     uses = [row.step for step in steps for row in rows_of(step)]
     folded = list(steps)
     for i, step in enumerate(steps):
-        if not isinstance(step, RowWise) or step.target not in _ADD or len(step.args) != 2 or step.kwargs:
+        if not isinstance(step, RowWise) or step.target not in ADD or len(step.args) != 2 or step.kwargs:
             continue
         for rows, vector in (step.args, step.args[::-1]):
             product = steps[rows.step] if isinstance(rows, Row) else None

@@ -9,7 +9,7 @@ from torch import fx
 
 from glue_compiler.fx.value_numbering import number_values
 from glue_compiler.graph_pass import GraphPass, Numerics, PassContext, PassResult, Skip
-from glue_compiler.passes.hoist_metadata.analysis import plan_hoisting
+from glue_compiler.passes.hoist_metadata.analysis import limit_plan, plan_hoisting
 from glue_compiler.passes.hoist_metadata.rewrite import apply_plan
 
 
@@ -40,6 +40,7 @@ class HoistMetadata(GraphPass):
                 for scope in numbering.scopes
                 if scope.depth == depth and (scope.children or depth == 0)
             ]
+            plans = [limit_plan(plan, context.fuel) for plan in plans]
             for plan in plans:
                 counts += apply_plan(plan, numbering, shape_env)
                 skips.update(dict.fromkeys(plan.skips))

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from glue_compiler.fuel import Fuel
 from glue_compiler.fx.effects import Effects, Kind
 from glue_compiler.fx.value_numbering import Number, Numbering, Occurrence, Scope
 from glue_compiler.fx.values import (
@@ -62,6 +63,12 @@ class Plan:
     def is_empty(self) -> bool:
         return not (self.lifts or self.merges)
 
+    def symbols_gone(self) -> set[Any]:
+        """The unbacked symbols of the nodes that go away."""
+        gone = [node for merge in self.merges for node in merge.duplicates]
+        gone += [occurrence.node for lift in self.lifts for occurrence in lift.in_bodies]
+        return {symbol for node in gone for symbol in unbacked_in(value_of(node))}
+
 
 def plan_hoisting(numbering: Numbering, scope: Scope, byte_limit: int, shape_env: Any) -> Plan:
     """Plan for ``scope`` and its direct children. Reads only.
@@ -71,6 +78,23 @@ def plan_hoisting(numbering: Numbering, scope: Scope, byte_limit: int, shape_env
         shape_env: for the sizes of tensors with symbolic shapes; None when the graph has none.
     """
     return _Planner(numbering, scope, byte_limit, shape_env).run()
+
+
+def limit_plan(plan: Plan, fuel: Fuel) -> Plan:
+    """The part of ``plan`` that ``fuel`` allows: a beginning of it, because a rewrite builds on earlier ones.
+
+    A single rewrite is one lift, or one duplicate that is merged.
+    """
+    lifts = fuel.allowed((f"lift {lift.first.node.name} out of a body", lift) for lift in plan.lifts)
+    merges = []
+    for merge in plan.merges:
+        pairs = ((f"merge {node.name} into {merge.keep.name}", node) for node in merge.duplicates)
+        if duplicates := fuel.allowed(pairs):
+            merges.append(Merge(merge.keep, duplicates))
+    limited = Plan(plan.scope, list(lifts), merges, skips=plan.skips)
+    symbols = limited.symbols_gone()
+    limited.equal_symbols.update({symbol: to for symbol, to in plan.equal_symbols.items() if symbol in symbols})
+    return limited
 
 
 class _Planner:
@@ -273,12 +297,8 @@ class _Planner:
 
     def _add_symbols(self) -> None:
         """Symbols of the nodes that go away, unless torch had given both the same one."""
-        gone = [node for merge in self.plan.merges for node in merge.duplicates]
-        gone += [o.node for lift in self.plan.lifts for o in lift.in_bodies]
-        for node in gone:
-            for symbol in unbacked_in(value_of(node)):
-                if symbol in self.numbering.equal_symbols:
-                    self.plan.equal_symbols[symbol] = self.numbering.equal_symbols[symbol]
+        for symbol in sorted(self.plan.symbols_gone() & self.numbering.equal_symbols.keys(), key=str):
+            self.plan.equal_symbols[symbol] = self.numbering.equal_symbols[symbol]
 
     def _report_separated(self) -> None:
         in_view = {self.scope, *self.scope.children}

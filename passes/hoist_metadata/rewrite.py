@@ -10,6 +10,7 @@ from torch import fx
 from glue_compiler import compat
 from glue_compiler.fx.effects import Kind
 from glue_compiler.fx.value_numbering import Numbering
+from glue_compiler.fx.values import value_of
 from glue_compiler.passes.hoist_metadata.analysis import Lift, Plan
 
 
@@ -73,6 +74,8 @@ class _Lifter:
         value = self.in_caller[lift.number]
         if not node.users:
             _erase(node, self.numbering, self.counts)
+            return
+        if isinstance(value_of(node), tuple | list):  # limited fuel: its items were not lifted, and it is no operand
             return
         key = (scope.call.node, value)
         if key not in self.operands:

@@ -28,7 +28,7 @@ class MemoizeMetadata(GraphPass):
     def run(self, graph: fx.GraphModule, context: PassContext) -> PassResult:
         numbering = number_values(graph, context.effects)
         plan = plan_prologue(numbering, context.options.memoize_threshold, context.shape_env)
-        if plan.is_empty:
+        if plan.is_empty or not context.fuel.take(f"split off {len(plan.nodes)} nodes"):
             return PassResult(changed=False, skips=plan.skips)
         prologue = split_off(graph, plan, context.effects)
         counts = {

@@ -16,6 +16,7 @@ from glue_compiler.fx.structure import structure_of
 from glue_compiler.fx.values import value_of
 from glue_compiler.graph_pass import Prologue
 from glue_compiler.passes.memoize_metadata.analysis import ProloguePlan
+from glue_compiler.passes.memoize_metadata.host_reads import read_together
 
 
 def split_off(gm: fx.GraphModule, plan: ProloguePlan, effects: EffectAnalysis) -> Prologue:
@@ -23,12 +24,14 @@ def split_off(gm: fx.GraphModule, plan: ProloguePlan, effects: EffectAnalysis) -
     placeholders = gm.graph.find_nodes(op="placeholder")
     positions = tuple(placeholders.index(node) for node in plan.inputs)
     asserts = {node for node in plan.nodes if effects.of(gm, node).kind is Kind.ASSERT}
-    graph, results, key = _prologue_graph(plan, asserts)
+    graph, results, key = _prologue_graph(plan, asserts, effects.fake_mode)
     gm.graph = _rest_of_graph(gm, plan, results, effects)
     return Prologue(fx.GraphModule(torch.nn.Module(), graph), positions, tuple(results.values()), key)
 
 
-def _prologue_graph(plan: ProloguePlan, asserts: set[fx.Node]) -> tuple[fx.Graph, dict[str, Any], Hashable]:
+def _prologue_graph(
+    plan: ProloguePlan, asserts: set[fx.Node], fake_mode: Any
+) -> tuple[fx.Graph, dict[str, Any], Hashable]:
     """The graph; its results' fake values, by the names that they have as inputs of the rest; its structure."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -47,6 +50,7 @@ def _prologue_graph(plan: ProloguePlan, asserts: set[fx.Node]) -> tuple[fx.Graph
     for node in reversed(graph.nodes):
         if node.op.startswith("call_") and not node.users and node not in kept:
             graph.erase_node(node)
+    read_together(graph, fake_mode)
     return graph, results, structure_of(graph, kept)
 
 

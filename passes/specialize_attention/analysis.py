@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -15,22 +16,25 @@ from glue_compiler.fx.value_numbering import Numbering
 from glue_compiler.fx.values import source_line, value_of
 from glue_compiler.graph_pass import Skip
 from glue_compiler.ops.attention_choice import AttentionCall, Kernel, choose, unsupported
+from glue_compiler.ops.attention_costs import pays
 from glue_compiler.options import Compiler
 from glue_compiler.passes.specialize_attention.attention_calls import AttentionSite, attention_sites
 from glue_compiler.passes.specialize_attention.masks import UnknownMask, Visibility, classify_mask
 
 Form = Literal["unmasked", "causal", "packed"]
-"""``unmasked``: sdpa without a mask. ``causal``: sdpa with ``is_causal``. ``packed``: within documents or a window."""
+"""``unmasked``: sdpa without a mask. ``causal``: sdpa with ``is_causal``. ``packed``: within documents, a
+window, or without padding."""
 
 
 @dataclass(frozen=True)
 class Replacement:
-    """``site`` computes what ``form`` computes without a mask. ``kernel`` serves ``"packed"``."""
+    """``site`` computes what ``form`` computes without a mask. ``kernel`` serves ``call``, of ``"packed"``."""
 
     site: AttentionSite
     visibility: Visibility
     form: Form
     kernel: Kernel | None = None
+    call: AttentionCall | None = None
 
 
 @dataclass
@@ -52,6 +56,7 @@ def plan_attention(numbering: Numbering, reader: IndexReader, compiler: Compiler
                 plan.replacements.append(_replacement(found, _visibility(found, reader, assume_sorted, seen), compiler))
             except UnknownMask as reason:
                 plan.skips.append(_skip(found.output, str(reason)))
+    _leave_what_does_not_pay(plan)
     # In order of execution, so that what the first attention needs is there for the others.
     time = {o.node: o.time for occurrences in numbering.occurrences.values() for o in occurrences}
     plan.replacements.sort(key=lambda replacement: time[replacement.site.output])
@@ -78,16 +83,48 @@ def _visibility(
 
 
 def _replacement(site: AttentionSite, visibility: Visibility, compiler: Compiler) -> Replacement:
-    if not visibility.documents and visibility.window < 0:
+    if visibility.keys and (site.inside or site.mask is None or site.mask.role != "shows"):
+        raise UnknownMask(
+            f"the mask is {visibility.name}, and which keys a query that sees none of them gets instead depends on the "
+            "scores; a boolean mask of scaled_dot_product_attention gives zeros, and would be specialised"
+        )
+    heads = [value_of(node).shape[1] for node in (site.query, site.grouped_key)]
+    if site.is_grouped and not all(isinstance(number, int) for number in heads):
+        raise UnknownMask(
+            f"the mask is {visibility.name}, but how many query heads share a key head is not known when the graph is "
+            "compiled; torch._dynamo.mark_static makes it known"
+        )
+    if not visibility.documents and not visibility.keys and visibility.window < 0:
         return Replacement(site, visibility, "causal" if visibility.is_causal else "unmasked")
     query, key, value = (value_of(node) for node in (site.query, site.grouped_key, site.grouped_value))
+    sizes = shape_of(site.query)[3], shape_of(site.grouped_value)[3]
+    if sizes[0] != sizes[1] and not all(isinstance(size, int) for size in sizes):
+        # Symbols must not be compared: that is a guard, and theirs may have no source.
+        raise UnknownMask(f"the mask is {visibility.name}, but keys and values are not proved to be of one size")
     # On record is the dtype that autocast has made of the operands.
     dtype: torch.dtype = value_of(site.output).dtype
-    call = dataclasses.replace(AttentionCall.of(query, key, value, site.dropout), dtype=dtype)
+    call = AttentionCall.of(query, key, value, site.dropout)
+    call = dataclasses.replace(call, dtype=dtype, hides_keys=bool(visibility.keys))
     kernel = choose(call, compiler)
     if kernel is None:
         raise UnknownMask(f"the mask is {visibility.name}, but {unsupported(call, compiler)}")
-    return Replacement(site, visibility, "packed", kernel)
+    return Replacement(site, visibility, "packed", kernel, call)
+
+
+def _leave_what_does_not_pay(plan: Plan) -> None:
+    """Turn replacements into skips where a batch's metadata takes longer than the layers that share it save."""
+    packed = [each for each in plan.replacements if each.call is not None]
+    layers = Counter((each.visibility, each.call.length) for each in packed if each.call is not None)
+    for each in packed:
+        assert each.call is not None
+        number = layers[each.visibility, each.call.length]
+        if not pays(each.call.capability, each.call.length, number):
+            plan.replacements.remove(each)
+            reason = (
+                f"the mask is {each.visibility.name}, and for {number} layers of {each.call.length} tokens it costs "
+                "less time than block lists; longer rows would be specialised"
+            )
+            plan.skips.append(_skip(each.site.output, reason))
 
 
 def _skip(node: fx.Node, reason: str) -> Skip:

@@ -36,18 +36,20 @@ class UnknownMask(Exception):
 
 @dataclass(frozen=True)
 class Visibility:
-    """Which keys a query sees: those that pass every condition below. Every query sees itself.
+    """Which keys a query sees: those that pass every condition below. Without ``keys`` every query sees itself.
 
     Attributes:
         is_causal: ``k <= q``.
         window: -1: any distance; else ``|q - k| < window``.
         documents: vectors over tokens, expressions of ``BATCH`` and ``TOKEN``; query and key are equal in each.
+        keys: conditions, expressions of ``BATCH`` and ``KEY``, of the keys that queries see at all, such as padding.
         because: the lemmas of the proof.
     """
 
     is_causal: bool = False
     window: int = -1
     documents: tuple[Any, ...] = ()
+    keys: tuple[Any, ...] = ()
     because: tuple[str, ...] = ()
 
     @property
@@ -55,7 +57,8 @@ class Visibility:
         kind = ("document-" if self.documents else "") + ("causal" if self.is_causal else "bidirectional")
         if not self.documents and not self.is_causal:
             kind = "all"
-        return kind + (f", window {self.window}" if self.window > 0 else "")
+        padding = " with padding" if self.keys else ""
+        return kind + padding + (f", window {self.window}" if self.window > 0 else "")
 
 
 def classify_mask(mask: Mask, batch: Any, length: Any, reader: IndexReader, *, assume_sorted: bool) -> Visibility:
@@ -99,6 +102,7 @@ class _Classifier:
         self.reader = reader
         self.assume_sorted = assume_sorted
         self.documents: list[Any] = []
+        self.keys: list[Any] = []
         self.because: list[str] = []
         self.unit_steps: list[Any] = []
 
@@ -110,7 +114,9 @@ class _Classifier:
         for condition in conditions:
             if condition == sympy.true:
                 continue
-            if isinstance(condition, sympy.Eq):
+            if self._is_of_keys(condition):
+                self.keys.append(condition)
+            elif isinstance(condition, sympy.Eq):
                 self._equality(condition)
             else:
                 inequalities += self._as_non_negative(condition)
@@ -126,12 +132,23 @@ class _Classifier:
     def _visibility(self, back: Any, ahead: Any) -> Visibility:
         if min(back, ahead) < 0:
             raise UnknownMask("a token does not see itself, so that some rows see nothing")
-        found = {"documents": tuple(self.documents), "because": tuple(dict.fromkeys(self.because))}
+        found = {
+            "documents": tuple(self.documents),
+            "keys": tuple(self.keys),
+            "because": tuple(dict.fromkeys(self.because)),
+        }
         if ahead == 0:
             return Visibility(True, -1 if back == sympy.oo else int(back) + 1, **found)
         if back == ahead:
             return Visibility(False, -1 if back == sympy.oo else int(back) + 1, **found)
         raise UnknownMask(f"a window of {back} keys back and {ahead} ahead; kernels take both equal, or none ahead")
+
+    @staticmethod
+    def _is_of_keys(condition: Any) -> bool:
+        """Is it about a key alone, whatever the query, and known at run time only?"""
+        symbols = condition.free_symbols
+        is_known_later = bool(condition.atoms(sympy.core.function.AppliedUndef))
+        return is_known_later and KEY in symbols and symbols <= {BATCH, KEY}
 
     def _equality(self, condition: Any) -> None:
         difference = sympy.expand(condition.lhs - condition.rhs)
@@ -175,10 +192,7 @@ class _Classifier:
             return f"it allows one of several conditions, {shown}, as a prefix or a global token does"
         symbols = condition.free_symbols
         if isinstance(condition, sympy.Ne) and not {QUERY, KEY} <= symbols:
-            return (
-                f"{shown} is padding: which tokens it hides is not known here, and hidden rows have results of their "
-                "own; documents packed without padding would be specialised"
-            )
+            return f"{shown} hides queries, not keys; a mask that hides the same tokens as keys would be specialised"
         if HEAD in symbols:
             return f"{shown} differs from head to head"
         return f"the meaning of {shown} is not known"

@@ -21,9 +21,25 @@ from glue_compiler.fx.index_expressions import IndexReader
 from glue_compiler.fx.value_numbering import Numbering, Scope
 from glue_compiler.fx.values import expression, value_of
 from glue_compiler.passes.specialize_attention.analysis import Plan, Replacement
-from glue_compiler.passes.specialize_attention.documents import BATCH, TOKEN
+from glue_compiler.passes.specialize_attention.documents import BATCH, KEY, TOKEN
 
 _glue = torch.ops.glue
+_COMPARISONS: dict[Any, Callable[..., Any]] = {
+    sympy.Eq: torch.eq,
+    sympy.Ne: torch.ne,
+    sympy.Lt: torch.lt,
+    sympy.Le: torch.le,
+    sympy.Gt: torch.gt,
+    sympy.Ge: torch.ge,
+}
+_MIRRORED = {
+    torch.eq: torch.eq,
+    torch.ne: torch.ne,
+    torch.lt: torch.gt,
+    torch.le: torch.ge,
+    torch.gt: torch.lt,
+    torch.ge: torch.le,
+}
 
 
 def apply_plan(plan: Plan, numbering: Numbering, reader: IndexReader, fake_mode: Any) -> Counter[str]:
@@ -73,7 +89,7 @@ class _Writer:
                 result = self._call(
                     graph, _glue.packed_attention.default, query, key, value, cu_seqlens, length, *settings
                 )
-            elif replacement.form == "causal" and not site.dropout and self._has_fixed_heads(query, key):
+            elif replacement.form == "causal" and not site.dropout and _has_fixed_heads(query, key):
                 result = self._call(graph, _glue.causal_attention.default, query, key, value, site.scale)
             else:
                 result = self._call(
@@ -96,19 +112,23 @@ class _Writer:
         for node in (site.output, *site.inside):
             graph.erase_node(node)
 
-    @staticmethod
-    def _has_fixed_heads(*nodes: fx.Node) -> bool:
-        return all(isinstance(value_of(node).shape[1], int) for node in nodes)
-
     # -- metadata of a packed batch
 
     def _packed_metadata(self, replacement: Replacement) -> list[fx.Node]:
         """``cu_seqlens``, and the block lists where the kernel takes them, as nodes of the site's graph."""
         site, visibility = replacement.site, replacement.visibility
-        scope = self._home(visibility.documents, site.scope)
+        scope = self._home((*visibility.documents, *visibility.keys), site.scope)
         sizes = tuple(str(expression(size)) for size in (value_of(site.query).shape[0], value_of(site.query).shape[2]))
         blocks = (visibility.is_causal, visibility.window) if replacement.kernel == "flex" else ()
-        key = (scope, visibility.documents, sizes, replacement.kernel, blocks, value_of(site.query).device)
+        key = (
+            scope,
+            visibility.documents,
+            visibility.keys,
+            sizes,
+            replacement.kernel,
+            blocks,
+            value_of(site.query).device,
+        )
         if key not in self.metadata:
             self.metadata[key] = (scope, self._write_metadata(replacement, scope))
         return [self._brought_to(node, scope, site.scope) for node in self.metadata[key][1]]
@@ -146,7 +166,9 @@ class _Writer:
             found = [self._call(graph, offsets, starts)]
             if replacement.kernel == "flex":
                 visibility = replacement.visibility
-                settings = (batch, length, visibility.is_causal, visibility.window)
+                settings: tuple[Any, ...] = (batch, length, visibility.is_causal, visibility.window)
+                if visibility.keys:
+                    settings = (*settings, self._seen(graph, replacement, batch, length))
                 blocks = self._call(graph, _glue.document_blocks.default, found[0], *settings)
                 found += [self._call(graph, operator.getitem, blocks, i) for i in range(len(value_of(blocks)))]
         return found
@@ -164,11 +186,35 @@ class _Writer:
             return self._call(graph, torch.zeros, (batch, length), dtype=torch.bool, device=device)
         return self._method(graph, "expand", starts, batch, length)
 
+    def _seen(self, graph: fx.Graph, replacement: Replacement, batch: Any, length: Any) -> fx.Node:
+        """bool ``[B, T]``: the key may be seen."""
+        device = value_of(replacement.site.query).device
+        seen = self._condition(graph, sympy.And(*replacement.visibility.keys), length, device)
+        return self._method(graph, "expand", seen, batch, length)
+
+    def _condition(self, graph: fx.Graph, condition: Any, length: Any, device: torch.device) -> fx.Node:
+        """The values of a boolean expression of ``BATCH`` and ``KEY``: ``[B or 1, T or 1]``."""
+        if isinstance(condition, sympy.Not):
+            return self._call(graph, torch.logical_not, self._condition(graph, condition.args[0], length, device))
+        if isinstance(condition, sympy.And | sympy.Or):
+            combine = torch.logical_and if isinstance(condition, sympy.And) else torch.logical_or
+            found, *rest = (self._condition(graph, part, length, device) for part in condition.args)
+            for part in rest:
+                found = self._call(graph, combine, found, part)
+            return found
+        compare = _COMPARISONS.get(condition.func)
+        if compare is None:
+            raise GlueInvariantError(f"{condition} is no condition that can be computed")
+        sides = [self._vector(graph, side, length, device) for side in condition.args]
+        if not isinstance(sides[0], fx.Node):
+            sides, compare = sides[::-1], _MIRRORED[compare]
+        return self._call(graph, compare, *sides)
+
     def _vector(self, graph: fx.Graph, vector: Any, length: Any, device: torch.device) -> Any:
-        """The values of an expression of ``BATCH`` and ``TOKEN``: ``[B or 1, T]``, or a number."""
+        """An expression of ``BATCH`` and ``TOKEN`` or ``KEY``, computed: ``[B or 1, T or 1]``, ``[]``, or a number."""
         if vector.is_number:
             return int(vector)
-        if vector == TOKEN:
+        if vector in (TOKEN, KEY):
             tokens = self._call(graph, torch.arange, length, device=device)
             return self._method(graph, "unsqueeze", tokens, 0)
         if isinstance(vector, sympy.Add | sympy.Mul):
@@ -191,12 +237,16 @@ class _Writer:
         if found_at is None:
             raise GlueInvariantError(f"document ids {vector} are not known where they are needed")
         node = self._brought_to(*found_at, self.scopes[graph])
-        places = [i for i in vector.args if i in (BATCH, TOKEN)]
-        if places not in ([TOKEN], [BATCH, TOKEN]) or any(not i.is_Integer for i in vector.args if i not in places):
+        places = [i for i in vector.args if i in (BATCH, TOKEN, KEY)]
+        if places not in ([TOKEN], [BATCH, TOKEN], [KEY], [BATCH, KEY], [BATCH], []) or any(
+            not i.is_Integer for i in vector.args if i not in places
+        ):
             raise GlueInvariantError(f"document ids {vector} are no vector over tokens")
         taken = tuple(slice(None) if i in places else int(i) for i in vector.args)
         found = self._call(graph, operator.getitem, node, taken) if taken != (slice(None),) * len(taken) else node
-        return found if len(places) == 2 else self._method(graph, "unsqueeze", found, 0)
+        if len(places) != 1:
+            return found
+        return self._method(graph, "unsqueeze", found, 1 if places == [BATCH] else 0)
 
     # -- between graphs
 
@@ -266,6 +316,11 @@ class _Writer:
                 value = node.target(*args, **kwargs)  # type: ignore[operator]
         node.meta.update({**self.meta, "example_value": value})
         return node
+
+
+def _has_fixed_heads(*nodes: fx.Node) -> bool:
+    # causal_attention compares the numbers of heads, which would guard on symbolic ones.
+    return all(isinstance(value_of(node).shape[1], int) for node in nodes)
 
 
 def _erase_dead(numbering: Numbering, candidates: list[fx.Node]) -> int:

@@ -16,7 +16,9 @@ CPU = AttentionCall.of(*(torch.zeros(1, heads, 10, 16) for heads in (4, 2, 2)))
 def test_inductor_gets_flex_and_other_compilers_flash():
     assert choose(HOPPER, "inductor") == "flex"
     assert choose(HOPPER, "aot_eager") == "varlen"
-    assert choose(CPU, "inductor") == choose(CPU, "aot_eager") == "varlen"
+    assert choose(CPU, "aot_eager") == "varlen"
+    assert choose(CPU, "inductor") is None
+    assert "is a reference" in unsupported(CPU, "inductor")
 
 
 def test_fp32_on_a_gpu_is_served_by_flex_alone():
@@ -53,11 +55,22 @@ def test_small_heads_are_served_by_one_kernel_each():
     assert [choose(call, "aot_eager") for call in of_size] == ["varlen", None]
 
 
-@pytest.mark.parametrize("rows", [2, None])
-def test_several_rows_go_to_flash(rows):
-    call = dataclasses.replace(HOPPER, rows=rows)
-    assert choose(call, "inductor") == "varlen"
-    assert choose(dataclasses.replace(call, dtype=torch.float32), "inductor") is None
+def test_several_rows_go_to_flex_and_unknown_sizes_to_flash():
+    assert choose(dataclasses.replace(HOPPER, rows=2), "inductor") == "flex"
+    for unknown in ({"rows": None}, {"length": None}):
+        call = dataclasses.replace(HOPPER, **unknown)
+        assert choose(call, "inductor") == "varlen"
+        assert "static sizes" in unsupported(dataclasses.replace(call, dtype=torch.float32), "inductor")
+
+
+def test_only_flex_leaves_single_keys_out():
+    padded, on_cpu = (dataclasses.replace(call, hides_keys=True) for call in (HOPPER, CPU))
+    assert choose(padded, "inductor") == choose(on_cpu, "aot_eager") == "flex"
+    assert choose(padded, "aot_eager") is None
+    assert "only compiler='inductor'" in unsupported(padded, "aot_eager")
+    assert choose(on_cpu, "inductor") is None
+    assert "is a reference" in unsupported(on_cpu, "inductor")
+    assert choose(dataclasses.replace(padded, head_size=8, value_size=8), "inductor") is None
 
 
 def test_autocast_decides_the_dtype():

@@ -172,6 +172,18 @@ def test_many_rows_per_expert_take_other_tiles(device, dtype, rows, close):
     close(grouped_outer(x[:, :136].contiguous(), x, offsets), grouped_outer(x[:, :136].double(), x.double(), offsets))
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("biased", [False, True])
+def test_large_weights_take_wide_tiles(biased, close):
+    counts = torch.tensor([300, 0, 131], device="cuda")
+    offsets = counts.cumsum(0).int()
+    x = torch.randn(440, 3008, device="cuda").bfloat16()
+    weight = torch.randn(3, 4104, 3008, device="cuda").bfloat16() * 0.05
+    bias = torch.randn(3, 4104, device="cuda").bfloat16() if biased else None
+    close(grouped_linear(x, weight, offsets, bias), _loop(x, weight, offsets, bias, False))
+
+
 def test_autocast_multiplies_in_the_autocast_dtype_and_returns_gradients_in_the_weights_dtype(ragged):
     x, weight, offsets, bias = _problem(ragged, 16, 8, torch.float32)
     for tensor in (x, weight, bias):

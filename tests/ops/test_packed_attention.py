@@ -96,6 +96,25 @@ def test_flex_attention_over_the_blocks_gives_the_same(is_causal, window):
     )
 
 
+@pytest.mark.parametrize(("is_causal", "window"), MASKS)
+@pytest.mark.parametrize("hidden", [slice(0, 200), slice(150, 300), slice(3, 290, 2), slice(0, 300)])
+def test_hidden_keys_are_seen_by_no_query(hidden, is_causal, window):
+    starts, inputs = documents(), leaves(300, 2)
+    visible = torch.ones(2, 300, dtype=torch.bool)
+    visible[1, hidden] = False
+    cu_seqlens = document_offsets(starts)
+    blocks = document_blocks(cu_seqlens, 2, 300, is_causal, window, visible)
+    mask = dense_mask(starts, is_causal, window) & visible[:, None, None]
+    found = with_gradients(
+        lambda q, k, v: packed_attention(q, k, v, cu_seqlens, 300, is_causal, window, None, blocks), inputs
+    )
+    expected = with_gradients(
+        lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True), inputs
+    )
+    for got, want in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, want)
+
+
 def test_the_scale_is_used():
     starts = documents()
     cu_seqlens = document_offsets(starts)
@@ -170,11 +189,20 @@ def test_block_lists_are_those_of_the_dense_mask(data):
     starts = torch.zeros(batch * length, dtype=torch.bool)
     starts[begins] = True
     starts = starts.view(batch, length)
-    _, _, *lists = document_blocks(document_offsets(starts), batch, length, is_causal, window)
+    hidden = data.draw(st.one_of(st.none(), st.lists(st.integers(0, 5 * BLOCK - 1), max_size=3)))
+    visible = None
+    if hidden is not None:  # runs of hidden keys, as padding is, and single ones
+        visible = torch.ones(batch, length, dtype=torch.bool)
+        for i, key in enumerate(hidden):
+            visible[i % batch, key : key + (1, 50, 2 * BLOCK)[i]] = False
+    _, _, *lists = document_blocks(document_offsets(starts), batch, length, is_causal, window, visible)
+    lists = lists[:8]
 
     blocks = -(-length // BLOCK)
     padded = torch.zeros(batch, blocks * BLOCK, blocks * BLOCK, dtype=torch.bool)
     padded[:, :length, :length] = dense_mask(starts, is_causal, window)[:, 0]
+    if visible is not None:
+        padded[:, :, :length] &= visible[:, None]
     parts = padded.view(batch, blocks, BLOCK, blocks, BLOCK)
     seen, full = parts.any(4).any(2), parts.all(4).all(2)
     for (count, index, full_count, full_index), by in ((lists[:4], lambda m: m), (lists[4:], lambda m: m.mT)):

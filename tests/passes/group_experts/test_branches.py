@@ -83,9 +83,53 @@ def one_class_more(x, selected, weights, gate_up, down):
     return out
 
 
+def asks_for_any(x, selected, weights, gate_up, down):
+    out = torch.zeros_like(x)
+    for expert in range(EXPERTS):
+        mask = selected == expert
+        if not mask.any():
+            continue
+        token, slot = torch.where(mask)
+        out.index_add_(0, token, body(x[token], gate_up, down, expert) * weights[token, slot, None])
+    return out
+
+
+def asks_for_any_of_a_class(x, selected, weights, gate_up, down):
+    out, mask = torch.zeros_like(x), mask_of(selected)
+    for expert in range(EXPERTS):
+        if mask[expert].bool().any():
+            slot, token = torch.where(mask[expert].bool())
+            out.index_add_(0, token, body(x[token], gate_up, down, expert) * weights[token, slot, None])
+    return out
+
+
+def asks_for_a_sum(x, selected, weights, gate_up, down):
+    out = torch.zeros_like(x)
+    for expert in range(EXPERTS):
+        mask = selected == expert
+        if mask.sum() == 0:
+            continue
+        token, slot = torch.where(mask)
+        out.index_add_(0, token, body(x[token], gate_up, down, expert) * weights[token, slot, None])
+    return out
+
+
+def asks_for_a_number(x, selected, weights, gate_up, down):
+    out = torch.zeros_like(x)
+    for expert in range(EXPERTS):
+        mask = selected == expert
+        n = mask.sum().item()
+        if n:
+            token, slot = torch.where(mask)
+            out.index_add_(0, token, body(x[token], gate_up, down, expert) * weights[token, slot, None])
+    return out
+
+
 @pytest.mark.parametrize("routing", routings())
 @pytest.mark.parametrize(
-    ("loop", "loops"), [(skips_the_empty, 1), (does_the_others, 1), (hits_and_skips, 2), (one_class_more, 1)]
+    ("loop", "loops"),
+    [(skips_the_empty, 1), (does_the_others, 1), (hits_and_skips, 2), (one_class_more, 1)]
+    + [(loop, 1) for loop in (asks_for_any, asks_for_any_of_a_class, asks_for_a_sum, asks_for_a_number)],
 )
 def test_every_routing(loop, loops, routing):
     selected = routings()[routing]
@@ -96,6 +140,58 @@ def test_every_routing(loop, loops, routing):
     assert_close_to_eager(loop, run.call, selected, inputs_for(selected))
     assert count(run.graphs[-1], *NONZERO) == 0
     assert run.session.graphs[-1].passes[0].counts["loops_grouped"] == loops
+
+
+def test_a_boolean_mask_that_is_asked_first():
+    def loop(x, logits, gate_up, down):
+        weights, selected = torch.topk(F.softmax(logits, dim=-1), 2)
+        out = torch.zeros_like(x)
+        for expert in range(EXPERTS):
+            mask = (selected == expert).any(-1)
+            if not mask.any():
+                continue
+            weight = (weights * (selected == expert)).sum(-1)
+            out[mask] += weight[mask].unsqueeze(-1) * body(x[mask], gate_up, down, expert)
+        return out
+
+    x, _, gate_up, down = inputs_for(routings()["spread"])
+    logits = torch.randn(11, EXPERTS, dtype=torch.float64)
+    logits[:, 2] -= 100
+    run = compiled(loop)
+    inputs = [x, logits.requires_grad_(), gate_up, down]
+    for want, got in zip(result_and_gradients(loop, inputs), result_and_gradients(run.call, inputs), strict=True):
+        torch.testing.assert_close(got, want)
+    assert run.session.graphs[-1].passes[0].counts["loops_grouped"] == 1
+    assert count(run.graph, "any", "sum", *NONZERO) == 0
+
+
+def test_a_mask_of_another_expert_is_left_alone():
+    def loop(x, selected, weights, gate_up, down):
+        out = torch.zeros_like(x)
+        for expert in range(EXPERTS):
+            if not (selected == (expert + 1) % EXPERTS).any():
+                continue
+            token, slot = torch.where(selected == expert)
+            out.index_add_(0, token, body(x[token], gate_up, down, expert) * weights[token, slot, None])
+        return out
+
+    left_as_dynamo_has_it(loop, routings()["one expert empty"])
+
+
+def test_a_mask_that_is_all_true_is_left_alone():
+    """``all`` also tells two values apart, and is true of no rows."""
+
+    def loop(x, selected, weights, gate_up, down):
+        out = torch.zeros_like(x)
+        for expert in range(EXPERTS):
+            mask = selected == expert
+            if mask.all():
+                continue
+            token, slot = torch.where(mask)
+            out.index_add_(0, token, body(x[token], gate_up, down, expert) * weights[token, slot, None])
+        return out
+
+    left_as_dynamo_has_it(loop, routings()["all to one expert"])
 
 
 class Experts(nn.Module):

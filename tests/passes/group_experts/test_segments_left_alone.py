@@ -51,6 +51,28 @@ def counts_of_unknown_origin(x, logits, gate_up, down):
     return torch.cat(outputs)
 
 
+def _pieces_by(selected, counts, x, gate_up):
+    rows = x[selected.flatten().argsort(stable=True) // selected.shape[1]]
+    outputs, start = [], 0
+    for e, n in enumerate(counts.tolist()):
+        outputs.append(F.linear(rows[start : start + n], gate_up[e]))
+        start = start + n
+    return torch.cat(outputs)
+
+
+def slots_of_two_tokens_in_a_row(x, logits, gate_up, down):
+    """Each token names an expert once; two of them may name the same one."""
+    selected = torch.topk(logits, 2, dim=-1)[1][:8].view(-1, 4)
+    return _pieces_by(selected, scattered_counts(selected, EXPERTS), x, gate_up)
+
+
+def counts_in_half_precision(x, logits, gate_up, down):
+    """bf16 has no 257."""
+    selected = torch.topk(logits, 2, dim=-1)[1]
+    counts = torch.zeros_like(logits, dtype=torch.bfloat16).scatter(1, selected, 1).sum(0).long()
+    return _pieces_by(selected, counts, x, gate_up)
+
+
 def counts_that_may_be_fewer(x, logits, gate_up, down):
     """A token's slots may name one expert twice, which counts once: the result may have fewer rows."""
     selected = logits.argsort(-1)[:, :2] % 3
@@ -160,6 +182,8 @@ NEAR_MISSES = {
     pieces_that_overlap: "not consecutive|are not the items of one vector",
     sizes_in_another_order: "are not the items of one vector, in order",
     counts_of_unknown_origin: "not known to be counts of the rows",
+    slots_of_two_tokens_in_a_row: "may end before the rows do",
+    counts_in_half_precision: "not known to be counts of the rows",
     counts_that_may_be_fewer: "may end before the rows do",
     counts_written_before_they_are_counted: "not known to be counts of the rows",
     more_than_products_of_rows_that_may_be_nobodys: "the body is more than products",

@@ -119,7 +119,7 @@ def test_an_expert_that_may_be_selected_twice_is_left_alone(loop, monkeypatch):
     selected = routings()["an expert twice in a token"]
     run = compiled(loop)
     assert_close_to_eager(loop, run.call, selected, inputs_for(selected))
-    assert_left_alone(run, "twice")
+    assert_left_alone(run, "twice", sliced=loop is adds_by_assignment)
 
 
 def test_weights_that_are_written_after_their_sum_are_left_alone():
@@ -155,7 +155,7 @@ def test_topk_indices_that_are_written_prove_nothing():
     scores = torch.rand(11, EXPERTS)
     run = compiled(loop)
     assert_close_to_eager(loop, run.call, scores, inputs_for(chosen(scores)[1]))
-    assert_left_alone(run, "twice")
+    assert_left_alone(run, "twice", sliced=True)
 
 
 def assigned(make):
@@ -200,7 +200,7 @@ def test_assigning_several_slots_is_left_alone():
     scores = torch.rand(11, EXPERTS)
     run = compiled(loop)
     assert_close_to_eager(loop, run.call, scores, inputs_for(chosen(scores)[1]))
-    assert_left_alone(run, "overwrite")
+    assert_left_alone(run, "overwrite", sliced=True)
 
 
 def test_a_step_in_place_that_something_else_sees_is_left_alone():
@@ -217,7 +217,7 @@ def test_a_step_in_place_that_something_else_sees_is_left_alone():
     selected = routings()["spread"]
     run = compiled(loop)
     assert_close_to_eager(loop, run.call, selected, inputs_for(selected))
-    assert_left_alone(run, "in place|outside of the loop")
+    assert_left_alone(run, "in place|outside of the loop", sliced=True)
 
 
 def test_a_chain_that_is_read_in_between_is_left_alone():
@@ -232,7 +232,7 @@ def test_a_chain_that_is_read_in_between_is_left_alone():
     selected = routings()["spread"]
     run = compiled(loop)
     assert_close_to_eager(loop, run.call, selected, inputs_for(selected))
-    assert_left_alone(run, "between its experts")
+    assert_left_alone(run, "between its experts", sliced=True)
 
 
 def test_experts_that_compute_nothing_are_a_group_of_their_own():

@@ -272,6 +272,30 @@ def test_autocast_decides_the_dtype():
         torch.testing.assert_close(got, want, rtol=5e-2, atol=5e-2)
 
 
+@pytest.mark.parametrize("make_mask", [documents, lambda starts: causal()], ids=["packed", "causal"])
+def test_unknown_numbers_of_grouped_heads_keep_the_mask(make_mask):
+    def fn(query, key, value, starts):
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=make_mask(starts), enable_gqa=True)
+
+    run = specialized(fn, dynamic=True)
+    tensors = inputs(2, 4, 2)
+    torch.testing.assert_close(run.call(*tensors, STARTS), fn(*tensors, STARTS))
+    assert counts(run) == {}
+    assert "how many query heads" in run.report.passes[0].skips[0].reason
+
+
+@pytest.mark.parametrize("make_mask", [documents, lambda starts: causal()], ids=["packed", "causal"])
+def test_unknown_numbers_of_equal_heads_do_not_matter(make_mask):
+    def fn(query, key, value, starts):
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=make_mask(starts))
+
+    run = specialized(fn, dynamic=True)
+    for heads in (2, 3):
+        assert_close(fn, run, inputs(5, heads, heads), STARTS)
+    assert sum(counts(run).values()) == 1
+    assert len(run.graphs) == 1
+
+
 def test_off_by_default():
     def fn(query, key, value):
         return F.scaled_dot_product_attention(query, key, value, attn_mask=causal())

@@ -20,6 +20,9 @@ T = LENGTH
 STARTS = POSITIONS == 0
 CU_SEQLENS = torch.tensor([0, 4, 10, 12])
 LENGTHS = torch.tensor([4, 6, 2])
+RIGHT_PADDING = torch.tensor([[1] * 9 + [0] * 3], dtype=torch.bool)
+LEFT_PADDING = RIGHT_PADDING.flip(1)
+HOLES = torch.tensor([[0, 1, 1, 0, 0, 1, 1, 1, 0, 1, 0, 1]])
 
 
 def tokens():
@@ -106,6 +109,46 @@ PROVED = {
         [STARTS],
         "packed",
     ),
+    "padding on the right": (lambda pad: causal() & pad[:, None, None], [RIGHT_PADDING], "packed"),
+    "padding on the left, whose rows see nothing": (
+        lambda pad: causal() & pad[:, None, None],
+        [LEFT_PADDING],
+        "packed",
+    ),
+    "padding in between, of integers": (lambda pad: causal() & (pad[:, None, None] != 0), [HOLES], "packed"),
+    "padding, inverted": (lambda pad: ~(~causal() | ~pad.bool()[:, None, None]), [HOLES], "packed"),
+    "padding alone": (lambda pad: pad[:, None, None].expand(1, 1, T, T), [HOLES.bool()], "packed"),
+    "nothing but padding": (lambda pad: causal() & pad[:, None, None], [torch.zeros_like(RIGHT_PADDING)], "packed"),
+    "padding by the number of tokens": (
+        lambda number: causal() & (tokens() < number[:, None, None, None]),
+        [torch.tensor([7])],
+        "packed",
+    ),
+    "padding by the number of pads": (
+        lambda number: causal() & (tokens() >= number[:, None, None, None]),
+        [torch.tensor([5])],
+        "packed",
+    ),
+    "padding and documents": (
+        lambda pad, starts: same(starts.cumsum(-1)) & causal() & pad[:, None, None],
+        [HOLES.bool(), STARTS],
+        "packed",
+    ),
+    "padding and a window": (
+        lambda pad: causal() & (tokens()[:, None] - tokens() < 4) & pad[:, None, None],
+        [LEFT_PADDING],
+        "packed",
+    ),
+    "padding and a window on both sides": (
+        lambda pad: ((tokens()[:, None] - tokens()).abs() <= 3) & pad[:, None, None],
+        [RIGHT_PADDING],
+        "packed",
+    ),
+    "two paddings": (
+        lambda pad, other: causal() & pad[:, None, None] & (other[:, None, None] == 1),
+        [RIGHT_PADDING, HOLES],
+        "packed",
+    ),
     "two masks, added": (
         lambda starts: added(same(starts.cumsum(-1))) + added(causal()),
         [STARTS],
@@ -145,7 +188,6 @@ def per_head():
 UNSORTED = torch.tensor([[0, 0, 1, 1, 0, 0, 2, 2, 1, 1, 2, 2]])
 GAPS = torch.tensor([[0, 2, 4, 6, 0, 1, 3, 5, 7, 9, 0, 1]])
 PREFIX = torch.tensor([[1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0]], dtype=torch.bool)
-RIGHT_PADDING = torch.tensor([[1] * 9 + [0] * 3], dtype=torch.bool)
 
 LEFT_ALONE = {
     "ids that are an input": (lambda ids: same(ids) & causal(), [UNSORTED], "not proved to be sorted"),
@@ -180,8 +222,20 @@ LEFT_ALONE = {
     "one flipped element": (flipped, [], "one of several conditions"),
     "one element written": (written, [], "written in place"),
     "prefix": (lambda prefix: causal() | prefix[:, None, None], [PREFIX], "one of several conditions"),
-    "padding": (lambda pad: causal() & pad[:, None, None], [RIGHT_PADDING], "padding"),
-    "a mask that is an input": (lambda mask: mask, [torch.ones(T, T, dtype=torch.bool).tril()], "not known|padding"),
+    "padding of queries": (lambda pad: causal() & pad[:, None, :, None], [RIGHT_PADDING], "hides queries"),
+    "padding of either": (
+        lambda pad: causal() & (pad[:, None, None] | pad[:, None, :, None]),
+        [HOLES.bool()],
+        "one of several",
+    ),
+    "padding that some heads see": (
+        lambda pad: causal() & (pad[:, None, None] | (torch.arange(2)[:, None, None] == 0)),
+        [RIGHT_PADDING],
+        "one of several conditions",
+    ),
+    "padding, added": (lambda pad: added(causal() & pad[:, None, None], low=-1e30), [LEFT_PADDING], "depends on the"),
+    "padding, minus infinity added": (lambda pad: added(causal() & pad[:, None, None]), [LEFT_PADDING], "depends on"),
+    "a mask that is an input": (lambda mask: mask, [torch.ones(T, T, dtype=torch.bool).tril()], "not known"),
     "scores that are an input": (lambda mask: mask, [torch.zeros(T, T, dtype=torch.float64)], "more than 0"),
     "ALiBi": (alibi, [], "more than 0"),
     "a bias that hides little": (lambda: added(causal(), low=-5.0), [], "neither 0 nor below"),
@@ -264,6 +318,23 @@ def test_ids_that_grow_in_the_first_row_alone_keep_the_mask():
     assert counts(run) == {}
 
 
+def test_padding_of_each_row_is_its_own():
+    valid = torch.stack([RIGHT_PADDING[0], LEFT_PADDING[0], HOLES[0].bool()])
+    fn, tensors = attention(lambda pad: causal() & pad[:, None, None]), inputs(3)
+    run = specialized(fn)
+    for pad in (valid, valid.flip(0), torch.zeros_like(valid), torch.ones_like(valid)):
+        assert_close(fn, run, tensors, pad)
+    assert counts(run) == {"packed": 1}
+    assert len(run.graphs) == 1
+
+
+def test_lengths_of_each_row_are_its_own():
+    fn, tensors = attention(lambda number: causal() & (tokens() < number[:, None, None, None])), inputs(3)
+    run = specialized(fn)
+    assert_close(fn, run, tensors, torch.tensor([7, 12, 0]))
+    assert counts(run) == {"packed": 1}
+
+
 def test_documents_do_not_see_each_other():
     fn = attention(lambda pos: same(ids_of_steps(pos)) & (pos[:, None, None] <= pos[:, None, :, None]))
     run = specialized(fn)
@@ -285,6 +356,35 @@ def test_lengths_that_change_do_not_recompile():
     for probability in (0.0, 0.2, 0.5, 1.0):
         assert_close(fn, run, tensors, torch.rand(1, T) < probability)
     assert len(run.graphs) == 1
+
+
+def test_metadata_that_costs_more_than_the_mask_is_not_written(monkeypatch):
+    """As on a GPU; on the CPU nothing is estimated."""
+    asked = []
+
+    def pays(capability, length, layers):
+        asked.append((length, layers))
+        return layers > 2
+
+    monkeypatch.setattr("glue_compiler.passes.specialize_attention.analysis.pays", pays)
+
+    def layers(number):
+        def fn(query, key, value, starts):
+            for _ in range(number):
+                mask = same(starts.cumsum(-1)) & causal()
+                query = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+            return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=causal())
+
+        return fn
+
+    for number, expected in ((2, {"causal": 1}), (3, {"packed": 3, "causal": 1})):
+        fn, tensors = layers(number), inputs()
+        torch._dynamo.reset()
+        run = specialized(fn)
+        assert_close(fn, run, tensors, STARTS)
+        assert counts(run) == expected
+        assert asked[-1] == (T, number)
+        assert all("less time" in skip.reason for skip in run.report.passes[0].skips)
 
 
 @pytest.mark.parametrize("documents", [False, True])

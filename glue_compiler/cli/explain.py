@@ -1,0 +1,118 @@
+"""``glue explain``: what glue would do to a function of the user's."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from glue_compiler.cli.console import console
+from glue_compiler.errors import GlueError, unknown_name
+
+STYLES = {
+    "graph ": "bold",
+    "left alone": "yellow",
+    "host sync that remains": "red",
+    "host sync once": "cyan",
+    "ends at": "red",
+}
+
+
+class TargetError(GlueError):
+    """``module:function`` names nothing that can be explained."""
+
+
+def explain(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODULE:FUNCTION", help="Such as `train:build`; the module is looked for in this folder first."
+        ),
+    ],
+    option: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--option", "-o", metavar="KEY=VALUE", help="An option of glue, as in `options={...}`; repeatable."
+        ),
+    ] = None,
+) -> None:
+    """Report graphs, graph breaks, rewrites, what was left alone and why, and the host syncs that remain.
+
+    FUNCTION takes no arguments. It may return `(model, args, kwargs)`, `(model, args)` or `(model,)`: then that call is
+    explained. Otherwise the function itself is. One forward runs, in eager operators; nothing is compiled to code.
+    """
+    import glue_compiler
+
+    model, args, kwargs = call_of(find(target))
+    options = dict(_key_and_value(text) for text in option or ())
+    out = console()
+    for line in str(glue_compiler.explain(model, *args, options=options, **kwargs)).splitlines():
+        style = next((style for start, style in STYLES.items() if line.strip().startswith(start)), None)
+        out.print(line, style=style, markup=False, soft_wrap=True)
+
+
+def find(target: str) -> Callable[[], Any]:
+    """The function that ``module:function`` (or ``module:Class.function``) names.
+
+    Raises:
+        TargetError: no such module or name, or it takes arguments.
+    """
+    module_name, _, path = target.partition(":")
+    if not path:
+        raise TargetError(f"'{target}' is not MODULE:FUNCTION; write for example 'train:build'")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (module_name == error.name or module_name.startswith(f"{error.name}.")):
+            raise
+        raise TargetError(f"there is no module '{module_name}' here or installed (in {Path.cwd()})") from error
+    for part in path.split("."):
+        if not hasattr(found, part):
+            raise TargetError(f"in '{target}': {unknown_name('name', part, dir(found))}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise TargetError(f"'{target}' is not a function, but {type(found).__name__}")
+    needed = [
+        name
+        for name, parameter in inspect.signature(found).parameters.items()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+    if needed:
+        raise TargetError(
+            f"'{target}' takes arguments ({', '.join(needed)}); write a function without any that returns "
+            "(model, args, kwargs)"
+        )
+    return found
+
+
+def call_of(function: Callable[[], Any]) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """The call to explain: what ``function`` returns, if that is ``(model, args, kwargs)``; else its own."""
+    match function():
+        case (model,) if callable(model):
+            return model, (), {}
+        case (model, tuple() | list() as args) if callable(model):
+            return model, tuple(args), {}
+        case (model, tuple() | list() as args, dict() as kwargs) if callable(model):
+            return model, tuple(args), kwargs
+    return function, (), {}
+
+
+def _key_and_value(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise TargetError(f"--option takes KEY=VALUE, not '{text}'")
+    return key, _typed(value)
+
+
+def _typed(value: str) -> Any:
+    lowered = value.lower()
+    if lowered in ("true", "false"):
+        return lowered == "true"
+    return int(value) if value.isdecimal() else value

@@ -1,0 +1,47 @@
+"""Whether attention without its mask pays: what a layer saves against what a batch's block lists cost.
+
+Measured with ``python -m benchmarks.attention_kernels``, one H200, torch 2.11, bf16, 16 query and 8 key heads of size
+128, one row, forward and backward; wider models and more rows save more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+Capability = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Microseconds on a GPU generation.
+
+    Attributes:
+        metadata: offsets and block lists of a batch, once.
+        saved: (tokens in a row, what a layer saves from there on), ascending. Rows shorter than the first were not
+            measured and count as saving nothing.
+    """
+
+    metadata: float
+    saved: tuple[tuple[int, float], ...]
+
+
+MEASURED: dict[Capability, Costs] = {
+    (9, 0): Costs(metadata=22, saved=((256, 16), (1024, 78))),
+}
+"""By compute capability."""
+ASSUMED = MEASURED[9, 0]
+"""For generations that were not measured."""
+
+
+def pays(capability: Capability | None, length: int | None, layers: int) -> bool:
+    """Do ``layers`` that share one batch's metadata save more than it costs?
+
+    Args:
+        capability: of the CUDA device; None: another device, where nothing is estimated.
+        length: tokens in a row; None: not known when the graph is compiled, and taken as long.
+    """
+    if capability is None or length is None:
+        return True
+    costs = MEASURED.get(capability, ASSUMED)
+    saved = max((each for least, each in costs.saved if length >= least), default=0.0)
+    return saved * layers > costs.metadata

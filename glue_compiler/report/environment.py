@@ -1,0 +1,95 @@
+"""What this process runs on, and which rewrites are on in it and why: the facts behind ``glue doctor``."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+import glue_compiler
+from glue_compiler import registry
+from glue_compiler.compat import known_problems
+from glue_compiler.compat.versions import NEWEST_TORCH, OLDEST_TORCH
+from glue_compiler.graph_pass import GraphPass, PairPass
+from glue_compiler.options import GlueOptions
+
+GIB = 2**30
+PACKAGES = ("triton", "transformers", "peft", "trl", "accelerate", "flash-attn")
+
+
+@dataclass(frozen=True)
+class PassState:
+    """Whether a pass runs in a compile that sets no options of its own, and why."""
+
+    name: str
+    stage: str
+    numerics: str
+    runs: bool
+    reason: str
+
+
+def environment_lines() -> Iterator[tuple[str, str]]:
+    """(name, text) of versions, devices and glue's variables."""
+    yield "glue", glue_compiler.__version__
+    yield "torch", f"{torch.__version__} (glue is tested with {tested_range()})"
+    yield "python", f"{platform.python_version()}, {platform.system()} {platform.machine()}"
+    installed = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions() if d.metadata["Name"]}
+    for name in PACKAGES:
+        if name in installed:
+            yield name, installed[name]
+    if "triton" not in installed:
+        yield "triton", "not installed: glue's kernels run as plain torch"
+    yield from device_lines()
+    for name in sorted(os.environ):
+        if name.startswith("GLUE_"):
+            yield name, os.environ[name]
+
+
+def device_lines() -> Iterator[tuple[str, str]]:
+    """(name, text) of each device, and which of glue's kernels it runs."""
+    if not torch.cuda.is_available():
+        yield "device", "CPU alone: glue's kernels run as plain torch, and offload has nothing to free"
+        return
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        capability = (properties.major, properties.minor)
+        yield (
+            f"cuda:{index}",
+            f"{properties.name}, capability {capability[0]}.{capability[1]}, {properties.total_memory / GIB:.0f} GiB",
+        )
+        if torch.version.hip is None and capability < (8, 0):
+            yield "", "below 8.0: no kernels for packed attention or grouped products, which stay with torch's own"
+
+
+def pass_states(options: GlueOptions) -> list[PassState]:
+    """Each pass in the order in which passes run."""
+    return [_state(graph_pass, options) for graph_pass in registry.all_passes()]
+
+
+def _state(graph_pass: GraphPass, options: GlueOptions) -> PassState:
+    runs = options.is_enabled(graph_pass.name, graph_pass.default)
+    if graph_pass.name in options.passes:
+        reason = "GLUE_DISABLE"
+    elif not runs:
+        reason = "off by default; options={'passes': {name: True}}"
+    else:
+        reason = "on by default"
+    if runs and known_problems.switched_off_by_torch(graph_pass.name):
+        runs, reason = False, "torch._inductor.config.disabled_passes"
+    if runs and isinstance(graph_pass, PairPass) and not graph_pass.wants_pairs(_nothing(), options):
+        runs, reason = False, "no option asks for it; a graph that it applies to still may"
+    return PassState(graph_pass.name, graph_pass.stage.value, graph_pass.numerics.value, runs, reason)
+
+
+def _nothing() -> fx.GraphModule:
+    return fx.GraphModule({}, fx.Graph())
+
+
+def tested_range() -> str:
+    """The torch releases that glue is tested with, for people."""
+    return f"{OLDEST_TORCH[0]}.{OLDEST_TORCH[1]} to {NEWEST_TORCH[0]}.{NEWEST_TORCH[1]}"

@@ -1,0 +1,149 @@
+"""Reads a dump folder back: ``summary.json``, and the graph files that belong to each pass."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from glue_compiler.report.alignment import AlignedGraph, align_graphs
+from glue_compiler.report.graph_text import DumpError, GraphText, read_graphs
+
+
+@dataclass(frozen=True)
+class RecordedPass:
+    """What one pass did to one graph.
+
+    ``files`` are those of its graphs, by moment: before, after, prologue. ``rewrites`` are its single rewrites, each a
+    number over the whole process and what it did, where the dump has them.
+    """
+
+    name: str
+    stage: str
+    changed: bool
+    counts: Mapping[str, int]
+    skips: tuple[Mapping[str, str], ...]
+    milliseconds: float
+    error: str | None
+    files: Mapping[str, Path]
+    rewrites: tuple[Mapping[str, Any], ...] = ()
+
+    def graphs(self, moment: str) -> tuple[GraphText, ...]:
+        """The graph and its bodies at ``moment``; empty if the pass wrote none."""
+        return _read(self.files[moment]) if moment in self.files else ()
+
+    def aligned(self) -> tuple[AlignedGraph, ...]:
+        """Before and after, side by side; empty if the pass changed nothing."""
+        return align_graphs(self.graphs("before"), self.graphs("after")) if self.changed else ()
+
+
+@dataclass(frozen=True)
+class RecordedGraph:
+    """One compiled graph. ``unchanged`` is its file if no pass changed it; the rest is as in ``summary.json``."""
+
+    id: int
+    compile_id: str | None
+    nodes_before: int
+    nodes_after: int
+    graph_break: Mapping[str, str] | None
+    host_syncs: tuple[Mapping[str, Any], ...]
+    passes: tuple[RecordedPass, ...]
+    unchanged: Path | None
+
+    def final(self) -> tuple[GraphText, ...]:
+        """The graph that the captured stage handed on."""
+        if self.unchanged is not None:
+            return _read(self.unchanged)
+        changed = [p for p in self.passes if p.changed and p.stage == "captured"]
+        return changed[-1].graphs("after") if changed else ()
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A whole dump."""
+
+    folder: Path
+    torch: str
+    graphs: tuple[RecordedGraph, ...]
+    capture: tuple[Mapping[str, Any], ...]
+
+    def graph(self, number: int) -> RecordedGraph:
+        """
+        Raises:
+            DumpError: there is no graph of this number.
+        """
+        for graph in self.graphs:
+            if graph.id == number:
+                return graph
+        raise DumpError(f"{self.folder} has no graph {number}; graphs: {', '.join(str(g.id) for g in self.graphs)}")
+
+
+def read_folder(folder: Path) -> Recorded:
+    """
+    Raises:
+        DumpError: ``folder`` has no ``summary.json``, or one that is not glue's.
+    """
+    summary = folder / "summary.json"
+    if not summary.is_file():
+        ranks = sorted(path.parent.name for path in folder.glob("rank_*/summary.json"))
+        hint = f"; it holds one dump for each rank, such as {folder / ranks[0]}" if ranks else ""
+        raise DumpError(f"{folder} has no summary.json{hint}. GLUE_DUMP=folder makes a dump.")
+    try:
+        content = json.loads(summary.read_text())
+        return Recorded(
+            folder,
+            content["torch"],
+            tuple(_graph(folder, graph) for graph in content["graphs"]),
+            tuple(content["capture"]),
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise DumpError(f"{summary} is not a summary of glue: {type(error).__name__}: {error}") from error
+
+
+def _graph(folder: Path, graph: Mapping[str, Any]) -> RecordedGraph:
+    own = folder / f"graph_{graph['id']:03d}"
+    passes, number = [], 0
+    for p in graph["passes"]:
+        number += p["changed"]
+        paths = {moment: own / f"{number:02d}_{p['name']}.{moment}.py" for moment in ("before", "after", "prologue")}
+        files = {moment: path for moment, path in paths.items() if p["changed"] and path.is_file()}
+        passes.append(
+            RecordedPass(
+                name=p["name"],
+                stage=p["stage"],
+                changed=p["changed"],
+                counts=p["counts"],
+                skips=tuple(p["skips"]),
+                milliseconds=p["ms"],
+                error=p["error"],
+                files=files,
+                rewrites=tuple(p.get("rewrites", ())),
+            )
+        )
+    unchanged = own / "00_unchanged.py"
+    return RecordedGraph(
+        graph["id"],
+        graph["compile_id"],
+        graph["nodes_before"],
+        graph["nodes_after"],
+        graph["graph_break"],
+        tuple(graph["host_syncs"]),
+        tuple(passes),
+        unchanged if unchanged.is_file() else None,
+    )
+
+
+def _read(path: Path) -> tuple[GraphText, ...]:
+    try:
+        return _read_text(path.read_text())
+    except DumpError as error:
+        raise DumpError(f"{path}: {error}") from error
+
+
+# The graph after one pass is the graph before the next.
+@functools.lru_cache(maxsize=4)
+def _read_text(text: str) -> tuple[GraphText, ...]:
+    return read_graphs(text)

@@ -1,0 +1,92 @@
+"""What the plans of all kinds of loops over experts share: how a graph is read, and proofs that each of them needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from torch import fx
+
+from glue_compiler.fx.effects import EffectAnalysis, Effects, Kind
+from glue_compiler.fx.values import StorageKey, source_line, storages_of, tensors_in, value_of
+from glue_compiler.graph_pass import Skip
+from glue_compiler.passes.group_experts.left_alone import LeftAlone
+from glue_compiler.passes.group_experts.modes import Modes
+
+Loop = TypeVar("Loop")
+
+
+@dataclass
+class Plan(Generic[Loop]):
+    """The loops that are proved, and why the others are left alone."""
+
+    loops: list[Loop] = field(default_factory=list)
+    skips: list[Skip] = field(default_factory=list)
+
+
+class LoopPlanner:
+    """One graph, in order of execution.
+
+    Args:
+        numbers: value numbers; nodes with one number compute the same value. May lack nodes.
+    """
+
+    def __init__(self, gm: fx.GraphModule, numbers: dict[fx.Node, int], analysis: EffectAnalysis) -> None:
+        self.nodes = list(gm.graph.nodes)
+        self.position = {node: i for i, node in enumerate(self.nodes)}
+        self.numbers = numbers
+        self.analysis = analysis
+        self.effects: dict[fx.Node, Effects] = {node: analysis.of(gm, node) for node in self.nodes}
+        self.modes = Modes(self.nodes, self.effects)
+
+    def in_order(self, nodes: Collection[fx.Node]) -> list[fx.Node]:
+        return sorted(nodes, key=self.position.__getitem__)
+
+    def check_users(self, values: Collection[fx.Node], belongs: Callable[[fx.Node], bool]) -> None:
+        """A value of one expert's rows has no user outside of the loop."""
+        for node in self.in_order(values):
+            for user in node.users:
+                if belongs(user):
+                    continue
+                if self.effects[user].writes:
+                    raise LeftAlone("the body writes a tensor in place; out of place it would be grouped", user)
+                raise LeftAlone(
+                    f"'{node.name}', a value of one expert's rows, is used outside of the loop's body", user
+                )
+
+    def check_unwritten(
+        self,
+        inside: Collection[fx.Node],
+        last: fx.Node,
+        writers: Collection[fx.Node],
+        own: Collection[StorageKey] = (),
+    ) -> None:
+        """What is written where a loop ends reads its operands there, so nothing may write them before.
+
+        Args:
+            inside: the nodes that read, and whose operands are read; nothing but these is known to happen.
+            writers: those of the loop that may write; ``own``: memory that is the loop's result.
+        """
+        operands = {arg for node in inside for arg in (node, *node.all_input_nodes)}
+        read = {storage for node in operands for storage in storages_of(value_of(node))} - set(own)
+        begin = min(self.position[node] for node in inside)
+        for node in self.nodes[begin : self.position[last]]:
+            effects = self.effects[node]
+            if effects.kind is Kind.BARRIER and node not in inside:
+                raise LeftAlone(f"'{node.name}' runs between the experts, and what it does is not known", node)
+            if effects.writes & read and node not in writers:
+                raise LeftAlone("an operand of the loop is written while the loop runs", node)
+
+    def check_one_mode(self, ends: Collection[fx.Node], computed: Collection[fx.Node]) -> None:
+        """The ends of a loop run in the mode of autograd and autocast that its arithmetic runs in."""
+        self.modes.check_uniform([*self.in_order(ends), *(node for node in self.in_order(computed) if is_float(node))])
+
+
+def is_float(node: fx.Node) -> bool:
+    return any(tensor.is_floating_point() for tensor in tensors_in(value_of(node)))
+
+
+def skip_at(left: LeftAlone, place: fx.Node) -> Skip:
+    node = left.node or place
+    return Skip(left.reason, node.name, source_line(node))

@@ -1,0 +1,240 @@
+"""The commands of ``glue``, called as a user calls them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("typer")
+
+from typer.testing import CliRunner
+
+from glue_compiler import registry
+from glue_compiler.cli.explain import TargetError, call_of, find
+from glue_compiler.cli.main import app
+from glue_compiler.compat import known_problems
+from glue_compiler.options import GlueOptions, parse_options
+from glue_compiler.report.environment import pass_states
+from glue_compiler.report.graph_text import DumpError
+from tests.report.test_dump import compile_and_call
+
+MODEL = """
+import torch
+
+def repeated(x):
+    return x.cumsum(0) * x.cumsum(0)
+
+def build():
+    return repeated, (torch.arange(4),), {}
+
+def plain():
+    return torch.arange(3).nonzero()
+
+def needs(x):
+    return x
+
+number = 3
+"""
+
+
+def twice(x):
+    return x.cumsum(0) * 2 + x.cumsum(0) * 3, torch.rand_like(x.float()), torch.rand_like(x.float())
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+
+
+@pytest.fixture
+def dump(tmp_path):
+    compile_and_call(twice, tmp_path, torch.arange(4))
+    return tmp_path
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    (tmp_path / "of_the_user.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield "of_the_user"
+    sys.modules.pop("of_the_user", None)
+
+
+def test_help_names_every_command():
+    result = run("--help")
+    assert result.exit_code == 0
+    for command in ("doctor", "explain", "diff", "view"):
+        assert command in result.output
+        assert run(command, "--help").exit_code == 0
+
+
+def test_without_its_libraries_the_command_says_what_to_install():
+    script = (
+        "import sys; sys.modules['typer'] = None; from glue_compiler.cli import main\n"
+        "sys.argv = ['glue', 'doctor']; main()"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 1
+    assert "pip install 'glue-compiler[cli]'" in result.stderr
+
+
+def test_an_error_of_glue_is_one_message_without_a_traceback(tmp_path):
+    script = f"import sys; from glue_compiler.cli import main; sys.argv = ['glue', 'view', {str(tmp_path)!r}]; main()"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 2
+    assert "DumpError" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+# -- doctor
+
+
+def test_doctor_names_torch_and_every_pass():
+    result = run("doctor")
+    assert result.exit_code == 0, result.output
+    assert torch.__version__ in result.output
+    for name in registry.pass_names():
+        assert name in result.output
+
+
+def states(options):
+    return {state.name: (state.runs, state.reason) for state in pass_states(options)}
+
+
+def test_doctor_says_why_a_pass_is_on_or_off():
+    found = states(GlueOptions())
+    assert found["hoist_metadata"] == (True, "on by default")
+    assert not found["overlap_offload"][0]
+    assert states(GlueOptions(offload="checkpoints"))["overlap_offload"][0]
+
+
+def test_doctor_sees_what_the_environment_switches_off():
+    options = parse_options(None, None, registry.pass_names(), {"GLUE_DISABLE": "hoist_metadata"})
+    assert states(options)["hoist_metadata"] == (False, "GLUE_DISABLE")
+    assert states(options)["memoize_metadata"][0]
+
+
+def test_doctor_sees_what_torch_switches_off():
+    with torch._inductor.config.patch(disabled_passes="other,hoist_metadata"):
+        found = states(GlueOptions())
+    assert found["hoist_metadata"] == (False, "torch._inductor.config.disabled_passes")
+    assert found["memoize_metadata"][0]
+
+
+def test_doctor_fails_on_a_wrong_variable(monkeypatch):
+    monkeypatch.setenv("GLUE_DISABLE", "hoist")
+    result = run("doctor")
+    assert result.exit_code == 1
+    assert "hoist_metadata" in result.output
+
+
+def test_known_problems_are_those_of_this_torch(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.11.0")
+    in_211 = known_problems.known_problems()
+    monkeypatch.setattr(torch, "__version__", "2.13.0")
+    assert set(known_problems.known_problems()) < set(in_211)
+    assert known_problems.is_supported()
+    monkeypatch.setattr(torch, "__version__", "2.10.1")
+    assert known_problems.known_problems() == ()
+    assert not known_problems.is_supported()
+
+
+# -- explain
+
+
+def test_explain_runs_on_what_the_function_returns(module):
+    result = run("explain", f"{module}:build", "--option", "compiler=aot_eager")
+    assert result.exit_code == 0, result.output
+    assert "hoist_metadata: merged 1" in result.output
+
+
+def test_explain_runs_on_the_function_itself(module):
+    result = run("explain", f"{module}:plain")
+    assert "host sync" in result.output
+    assert "nonzero" in result.output
+
+
+@pytest.mark.parametrize(
+    ("target", "says"),
+    [
+        ("of_the_user", "MODULE:FUNCTION"),
+        ("of_the_user:buidl", "did you mean 'build'"),
+        ("not_there:f", "no module 'not_there'"),
+        ("of_the_user:needs", "takes arguments .x."),
+        ("of_the_user:number", "not a function"),
+    ],
+)
+def test_a_wrong_target_says_what_to_write(module, target, says):
+    with pytest.raises(TargetError, match=says):
+        find(target)
+
+
+@pytest.mark.parametrize("returned", [(torch.ones(1), torch.ones(1)), (3,), (max, 3), (3, (), {}), None])
+def test_what_is_no_call_leaves_the_function_itself(returned):
+    def function():
+        return returned
+
+    assert call_of(function) == (function, (), {})
+
+
+@pytest.mark.parametrize(
+    ("returned", "call"),
+    [((max,), (max, (), {})), ((max, [1, 2]), (max, (1, 2), {})), ((max, (), {"key": abs}), (max, (), {"key": abs}))],
+)
+def test_a_returned_call_is_explained(returned, call):
+    assert call_of(lambda: returned) == call
+
+
+# -- diff and view
+
+
+def test_diff_shows_what_was_removed_and_its_source_line(dump):
+    result = run("diff", str(dump), "--graph", "0", "--pass", "hoist_metadata", "--full")
+    assert result.exit_code == 0, result.output
+    removed = [line for line in result.output.splitlines() if line.startswith("-")]
+    (line,) = [line for line in removed if "cumsum" in line]
+    assert "test_commands.py:" in line
+    assert any(line.startswith("~ mul") for line in result.output.splitlines())
+
+
+def test_diff_leaves_out_what_is_equal_and_far_away(dump):
+    shown = run("diff", str(dump), "--context", "0").output
+    assert "rand_like:" not in shown
+    assert "rand_like:" in run("diff", str(dump), "--context", "20").output
+
+
+def test_diff_of_a_layer_that_is_not_there_shows_no_node(dump):
+    assert "cumsum" not in run("diff", str(dump), "--layer", "layers.3").output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--graph", "3"], "no graph 3; graphs: 0"),
+        (["--pass", "memoize_metadata"], "did not change graph 0; those that did: hoist_metadata"),
+        (["--pass", "hoist_metdata"], "did you mean 'hoist_metadata'"),
+    ],
+)
+def test_diff_of_what_is_not_there_names_what_is(dump, arguments, says):
+    with pytest.raises(DumpError, match=says):
+        run("diff", str(dump), *arguments)
+
+
+def test_view_writes_one_page_that_loads_nothing(dump):
+    result = run("view", str(dump))
+    assert result.exit_code == 0, result.output
+    page = (dump / "view.html").read_text()
+    assert "hoist_metadata" in page
+    for fetching in ("src=", "@import", "url(", '<link rel="stylesheet', "fetch("):
+        assert fetching not in page
+    assert "default-src 'none'" in page
+
+
+def test_a_page_survives_code_that_looks_like_html(tmp_path):
+    compile_and_call(lambda x: x + len("</script><b>"), tmp_path, torch.ones(2))
+    target = tmp_path / "elsewhere.html"
+    assert run("view", str(tmp_path), "-o", str(target)).exit_code == 0
+    assert "</script><b>" not in target.read_text()

@@ -1,0 +1,24 @@
+"""When attention without its mask pays."""
+
+import pytest
+
+from glue_compiler.ops.attention_costs import MEASURED, pays
+
+
+@pytest.mark.parametrize(
+    ("length", "layers", "expected"),
+    [(8192, 1, True), (1024, 1, True), (256, 1, False), (256, 2, True), (255, 100, False), (None, 1, True)],
+)
+def test_long_rows_and_many_layers_pay(length, layers, expected):
+    assert pays((9, 0), length, layers) == expected
+    assert pays((8, 0), length, layers) == expected  # not measured: as the one that was
+
+
+def test_other_devices_are_not_estimated():
+    assert pays(None, 1, 1)
+
+
+def test_tables_grow():
+    for costs in MEASURED.values():
+        assert list(costs.saved) == sorted(costs.saved)
+        assert [saved for _, saved in costs.saved] == sorted(saved for _, saved in costs.saved)

@@ -1,0 +1,134 @@
+"""Loops over experts that cannot be grouped: one sort and one read of the counts find the rows of all experts."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from glue_compiler import compat
+from tests.captured import compile_with_glue, count, result_and_gradients
+from tests.passes.group_experts.loops import EXPERTS, NONZERO, WIDTH, routings
+
+SORT = torch.ops.glue.expert_sort.default
+
+
+def unlike_experts():
+    """No two have weights of one shape, and one mixes its rows."""
+    widths = [3 + i for i in range(EXPERTS)]
+    kinds = [nn.GELU(), nn.Tanh(), nn.Softmax(dim=0), nn.SiLU()]
+    return nn.ModuleList(
+        nn.Sequential(nn.Linear(WIDTH, n, dtype=torch.float64), kind, nn.Linear(n, WIDTH, dtype=torch.float64))
+        for n, kind in zip(widths, kinds, strict=True)
+    )
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.experts = unlike_experts()
+
+    def forward(self, x, selected, weights):
+        out = torch.zeros_like(x)
+        mask = F.one_hot(selected, num_classes=EXPERTS).permute(2, 1, 0)
+        for e, expert in enumerate(self.experts):
+            slot, token = torch.where(mask[e])
+            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+        return out
+
+
+class Checkpointed(Layer):
+    def forward(self, x, selected, weights):
+        return checkpoint(super().forward, x, selected, weights, use_reentrant=False)
+
+
+class ByComparison(Layer):
+    """Slots of no expert, a column of ``nonzero``, and experts from the second on."""
+
+    def forward(self, x, selected, weights):
+        out = torch.zeros_like(x)
+        for e in range(1, EXPERTS):
+            found = torch.nonzero(selected == e)
+            token, slot = found[:, 0], found[:, 1]
+            out.index_add_(0, token, self.experts[e](x[token]) * weights[token, slot, None])
+        return out
+
+
+class Twice(Layer):
+    """Two loops over one routing."""
+
+    def forward(self, x, selected, weights):
+        return super().forward(super().forward(x, selected, weights), selected, weights)
+
+
+def assert_same_bits(model, call, selected):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(selected.shape[0], WIDTH, dtype=torch.float64, generator=generator).requires_grad_()
+    weights = torch.rand(selected.shape, dtype=torch.float64, generator=generator).requires_grad_()
+    results = []
+    for each in (model, call):
+        model.zero_grad()
+        found = result_and_gradients(lambda a, b, each=each: each(a, selected, b), [x, weights])
+        results.append(found + [p.grad for p in model.parameters() if p.grad is not None])
+    assert len(results[0]) == len(results[1])
+    for want, got in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+def assert_sliced(run, loops=1):
+    for graph, report in zip(run.graphs, run.session.graphs, strict=True):
+        assert report.passes[0].counts == {"loops_sliced": loops}
+        assert count(graph, *NONZERO) == 0
+        assert count(graph, SORT) == loops
+
+
+@pytest.mark.parametrize("routing", routings())
+def test_experts_of_different_shapes(routing):
+    model = Layer()
+    run = compile_with_glue(model, passes={"group_experts": True})
+    assert_same_bits(model, run.call, routings()[routing])
+    assert_sliced(run)
+    assert any("differ" in reason for reason in run.skip_reasons)  # why they are not grouped
+
+
+@pytest.mark.parametrize("selected", [torch.tensor([[7, 1], [2, -1], [3, 3]]), torch.full((3, 2), 9)])
+def test_sentinels_are_in_no_slice(selected):
+    model = ByComparison()
+    run = compile_with_glue(model, passes={"group_experts": True})
+    assert_same_bits(model, run.call, selected)
+    assert_sliced(run)
+
+
+def test_two_loops_over_one_routing():
+    model = Twice()
+    run = compile_with_glue(model, passes={"group_experts": True})
+    assert_same_bits(model, run.call, routings()["spread"])
+    assert_sliced(run, loops=2)
+
+
+def test_dynamic_token_counts():
+    model = Layer()
+    run = compile_with_glue(model, dynamic=True, passes={"group_experts": True})
+    for routing in ("spread", "an expert twice in a token"):
+        assert_same_bits(model, run.call, routings()[routing])
+    assert len(run.graphs) == 1
+    assert_sliced(run)
+
+
+@pytest.mark.skipif(not compat.version_at_least(2, 12), reason="2.11 cannot compile numbers in checkpointed bodies")
+def test_under_checkpointing():
+    model = Checkpointed()
+    run = compile_with_glue(model, passes={"group_experts": True})
+    assert_same_bits(model, run.call, routings()["one expert empty"])
+    assert_sliced(run)
+
+
+def test_inductor_takes_the_graph():
+    model = Layer()
+    run = compile_with_glue(model, passes={"group_experts": True}, compiler="inductor")
+    selected = routings()["one expert empty"]
+    x = torch.randn(selected.shape[0], WIDTH, dtype=torch.float64)
+    weights = torch.rand(selected.shape, dtype=torch.float64)
+    with torch.no_grad():
+        torch.testing.assert_close(run.call(x, selected, weights), model(x, selected, weights))
+    assert_sliced(run)

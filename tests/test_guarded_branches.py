@@ -1,0 +1,175 @@
+"""Branches on what an integer input says: one graph for each way, results as in eager, and near misses that break."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from tests.captured import compile_with_glue, result_and_gradients
+
+ROW = torch.arange(6)[None]
+PACKED = torch.tensor([[0, 1, 2, 0, 1, 0]])
+
+
+def is_packed(position: Tensor) -> Tensor:
+    growing = torch.arange(position.shape[1], device=position.device) + position.min()
+    return (growing - position).abs().sum().bool()
+
+
+def layers(x: Tensor, position: Tensor) -> Tensor:
+    for _ in range(3):
+        x = x.sin() * position[0, :, None] if is_packed(position) else x.cos()
+    return x
+
+
+def rows(length: int = 6) -> Tensor:
+    return torch.randn(length, 4, dtype=torch.float64, requires_grad=True)
+
+
+def assert_same(fn, run, *args) -> None:
+    x = rows(args[0].shape[1] if isinstance(args[0], Tensor) else 6)
+    expected = result_and_gradients(lambda x: fn(x, *args), [x])
+    actual = result_and_gradients(lambda x: run.call(x, *args), [x])
+    for want, got in zip(expected, actual, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_each_way_is_one_graph_and_a_later_call_takes_its_own():
+    run = compile_with_glue(layers)
+    for position in (PACKED, ROW, PACKED.flip(1), ROW + 5, PACKED, ROW):
+        assert_same(layers, run, position)
+    assert len(run.graphs) == 2
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_lengths_that_vary(dynamic):
+    run = compile_with_glue(layers, dynamic=dynamic)
+    for length in (6, 9, 4):
+        assert_same(layers, run, torch.arange(length)[None])
+        assert_same(layers, run, torch.arange(length)[None] % 3)
+    assert len(run.graphs) == (2 if dynamic else 4)  # of one length, then of any
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_positions_made_in_the_graph(dynamic):
+    def fn(x, unused):
+        return layers(x, torch.arange(x.shape[0])[None])
+
+    run = compile_with_glue(fn, dynamic=dynamic)
+    assert_same(fn, run, ROW)
+    assert len(run.graphs) == 1
+
+
+def test_a_branch_inside_a_checkpoint():
+    def fn(x, position):
+        return checkpoint(layers, x, position, use_reentrant=False)
+
+    run = compile_with_glue(fn)
+    for position in (PACKED, ROW):
+        assert_same(fn, run, position)
+    assert len(run.graphs) == 2
+
+
+def test_a_condition_that_is_read_back():
+    def fn(x, position):
+        return x.sin() if is_packed(position).item() else x.cos()
+
+    run = compile_with_glue(fn)
+    for position in (PACKED, ROW, PACKED):
+        assert_same(fn, run, position)
+    assert len(run.graphs) == 2
+
+
+def test_an_input_that_is_changed_between_calls():
+    run = compile_with_glue(layers)
+    position = ROW.clone()
+    assert_same(layers, run, position)
+    position[0, 3:] -= 3
+    assert_same(layers, run, position)
+    assert len(run.graphs) == 2
+
+
+def written(x, position):
+    position.add_(1)
+    position[0, 0] = 7
+    return x.sin() if is_packed(position) else x.cos()
+
+
+def written_view(x, position):
+    position[0].zero_()
+    return x.sin() if is_packed(position) else x.cos()
+
+
+def written_copy(x, position):
+    copy = position + 1
+    copy.zero_()
+    return x.sin() if copy.sum().bool() else x.cos()
+
+
+def of_floats(x, position):
+    return x.sin() if (x > 0).all() else x.cos()
+
+
+def of_two_inputs(x, position, other):
+    return x.sin() if (position == other).all() else x.cos()
+
+
+def drawn(x, position):
+    return x.sin() if torch.rand(()).round().bool() else x.cos()
+
+
+def of_a_number_of_rows(x, position):
+    return x.sin() if torch.nonzero(position)[0, 0].bool() else x.cos()
+
+
+def of_an_integer(x, position):
+    return x.sin() if position.sum() else x.cos()
+
+
+@pytest.mark.parametrize(
+    "fn", [written, written_view, written_copy, of_floats, of_two_inputs, of_a_number_of_rows, of_an_integer]
+)
+def test_other_conditions_break_the_graph_as_before(fn):
+    more = [ROW.clone()] if fn is of_two_inputs else []
+    run = compile_with_glue(fn, fullgraph=False)
+    x = rows()
+    for position in (PACKED, ROW):
+        expected = fn(x, position.clone(), *more)
+        torch.testing.assert_close(run.call(x, position.clone(), *more), expected)
+    assert {event.reason.split(":")[0] for event in run.session.capture_events} <= {"Unsupported", "UserError"}
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        compile_with_glue(fn).call(x, PACKED.clone(), *more)
+
+
+def test_random_conditions_break_the_graph():
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        compile_with_glue(drawn).call(rows(), PACKED)
+
+
+def test_an_assertion_stays_one():
+    def fn(x, position):
+        assert (position >= 0).all()
+        return x.sin()
+
+    run = compile_with_glue(fn)
+    assert_same(fn, run, PACKED)
+    with pytest.raises((RuntimeError, AssertionError)):
+        run.call(rows(), PACKED - 1)
+    assert len(run.graphs) == 1
+
+
+def test_the_third_condition_breaks_the_graph():
+    def fn(x, position):
+        for limit in (1, 2, 3):
+            x = x.sin() if (position > limit).any() else x.cos()
+        return x
+
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        compile_with_glue(fn).call(rows(), PACKED)
+
+
+def test_other_backends_break_as_before():
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(layers, backend="aot_eager", fullgraph=True)(rows(), PACKED)
