@@ -82,7 +82,7 @@ if _is_there("replay"):
 
 if _is_there("bisect"):
 
-    @app.command(context_settings={"ignore_unknown_options": True})
+    @app.command()
     def bisect(
         command: Annotated[list[str], typer.Argument(help="The program to run again and again, after `--`.")],
         metric: Annotated[

@@ -40,6 +40,18 @@ number = 3
 """
 
 
+OWN_PASS = """
+from glue_compiler.graph_pass import GraphPass, Numerics, PassResult
+
+class Own(GraphPass):
+    name = "my_own_pass"
+    numerics = Numerics.BITWISE
+
+    def run(self, graph, context):
+        return PassResult(changed=False)
+"""
+
+
 def twice(x):
     return x.cumsum(0) * 2 + x.cumsum(0) * 3, torch.rand_like(x.float()), torch.rand_like(x.float())
 
@@ -131,6 +143,17 @@ def test_doctor_fails_on_a_wrong_variable(monkeypatch):
     assert "hoist_metadata" in result.output
 
 
+def test_doctor_shows_passes_of_the_users_own(module, tmp_path, monkeypatch):
+    (tmp_path / "of_the_user.py").write_text(OWN_PASS)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("GLUE_EXTRA_PASSES", "of_the_user:Own")
+    assert "my_own_pass" in run("doctor").output
+    monkeypatch.setenv("GLUE_EXTRA_PASSES", "of_the_user:Onw")
+    result = run("doctor")
+    assert result.exit_code == 1
+    assert "Onw" in result.output
+
+
 def test_known_problems_are_those_of_this_torch(monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.11.0")
     in_211 = known_problems.known_problems()
@@ -188,6 +211,31 @@ def test_a_returned_call_is_explained(returned, call):
     assert call_of(lambda: returned) == call
 
 
+# -- replay and bisect
+
+
+def test_replay_runs_a_dumped_graph_against_the_one_before(dump):
+    result = run("replay", str(dump / "graph_000" / "01_hoist_metadata.after.py"))
+    assert result.exit_code == 0
+    assert "after.py" in result.output
+
+
+def test_replay_of_what_is_not_there_is_a_mistake(tmp_path):
+    assert run("replay", str(tmp_path / "nothing.py")).exit_code == 2
+
+
+def test_bisect_takes_the_whole_command_after_two_dashes(monkeypatch, tmp_path):
+    implementation = pytest.importorskip("glue_compiler.cli.bisect")
+    calls = []
+    monkeypatch.setattr(implementation, "bisect", lambda command, **rest: calls.append((command, rest)) or 2)
+    result = run(
+        "bisect", "--metric", r"loss (\S+)", "--folder", str(tmp_path), "--", "python", "t.py", "--metric", "x"
+    )
+    assert result.exit_code == 2
+    expected = {"metric": r"loss (\S+)", "tolerance": 0.0, "folder": tmp_path}
+    assert calls == [(["python", "t.py", "--metric", "x"], expected)]
+
+
 # -- diff and view
 
 
@@ -231,6 +279,11 @@ def test_view_writes_one_page_that_loads_nothing(dump):
     for fetching in ("src=", "@import", "url(", '<link rel="stylesheet', "fetch("):
         assert fetching not in page
     assert "default-src 'none'" in page
+
+
+def test_a_prediction_needs_both_rates(dump):
+    assert run("view", str(dump), "--teraflops", "100").exit_code == 2
+    assert run("view", str(dump), "--teraflops", "100", "--link", "50").exit_code == 0
 
 
 def test_a_page_survives_code_that_looks_like_html(tmp_path):
