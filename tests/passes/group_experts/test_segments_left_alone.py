@@ -60,9 +60,9 @@ def _pieces_by(selected, counts, x, gate_up):
     return torch.cat(outputs)
 
 
-def slots_of_two_tokens_in_a_row(x, logits, gate_up, down):
+def slots_of_several_tokens_in_a_row(x, logits, gate_up, down):
     """Each token names an expert once; two of them may name the same one."""
-    selected = torch.topk(logits, 2, dim=-1)[1][:8].view(-1, 4)
+    selected = torch.topk(logits, 2, dim=-1)[1].view(2, 11)
     return _pieces_by(selected, scattered_counts(selected, EXPERTS), x, gate_up)
 
 
@@ -188,7 +188,7 @@ NEAR_MISSES = {
     pieces_that_overlap: "not consecutive|are not the items of one vector",
     sizes_in_another_order: "are not the items of one vector, in order",
     counts_of_unknown_origin: "not known to be counts of the rows",
-    slots_of_two_tokens_in_a_row: "may end before the rows do",
+    slots_of_several_tokens_in_a_row: "may end before the rows do",
     classes_counted_in_half_precision: "not known to be counts of the rows",
     counts_in_half_precision: "not known to be counts of the rows",
     counts_that_may_be_fewer: "may end before the rows do",
