@@ -21,6 +21,8 @@ from glue_compiler.errors import (
 if TYPE_CHECKING:
     from glue_compiler.offload_context import offload_checkpoints
     from glue_compiler.report.explain import Explanation, explain
+    from glue_compiler.verify.bisection import bisect, bisect_with_torch
+    from glue_compiler.verify.replay import replay
 
 __version__ = "0.1.0"
 
@@ -33,8 +35,11 @@ __all__ = [
     "GlueOptionError",
     "GlueVerifyError",
     "GlueWarning",
+    "bisect",
+    "bisect_with_torch",
     "explain",
     "offload_checkpoints",
+    "replay",
 ]
 
 # Imported when asked for: the pytest plugin is loaded in runs that never use torch.
@@ -42,6 +47,9 @@ _HOMES = {
     "Explanation": "glue_compiler.report.explain",
     "explain": "glue_compiler.report.explain",
     "offload_checkpoints": "glue_compiler.offload_context",
+    "bisect": "glue_compiler.verify.bisection",
+    "bisect_with_torch": "glue_compiler.verify.bisection",
+    "replay": "glue_compiler.verify.replay",
 }
 
 

@@ -64,7 +64,7 @@ class Fuel:
         with self.counter.lock:
             if self.limit is not None and self.counter.count >= self.limit:
                 return False
-            if bisector.disables_rewrite(what):
+            if bisector.disables(bisector.REWRITES, what):
                 # Torch's bisector counts its refusals too, so a later one must not be allowed because of them.
                 self.limit = self.counter.count
                 return False

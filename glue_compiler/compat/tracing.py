@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from glue_compiler.compat import bisector
+
 
 def observed(gm: fx.GraphModule, name: str, run: Callable[[fx.GraphModule], Any]) -> Any:
     """Run one pass inside torch's graph-transform observer, so that torch's own tools know it by name.
@@ -16,6 +18,8 @@ def observed(gm: fx.GraphModule, name: str, run: Callable[[fx.GraphModule], Any]
     """
     from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 
+    if bisector.disables(bisector.PASSES, name):
+        return None
     return GraphTransformObserver(gm, name, subsystem="glue").apply_gm_pass(run)
 
 

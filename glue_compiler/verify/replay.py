@@ -76,6 +76,11 @@ def replay(path: Path) -> list[Replay]:
     return [Replay(path, {}, {"graph": _milliseconds(lambda: module.make_graph()(*inputs))})]
 
 
+def count_inputs(file: Path) -> int:
+    """How many inputs the graphs of a replay file take, or a file of saved inputs holds."""
+    return len(torch.load(file, map_location="cpu") if file.suffix == ".pt" else _module(file).make_inputs())
+
+
 def _replay_pair(file: Path, module: ModuleType) -> Replay:
     differences = module.compare()
     given = module.inputs()

@@ -9,6 +9,11 @@ from tests.passes.specialize_attention.attention import counts, specialized
 pytestmark = pytest.mark.gpu
 
 
+@pytest.fixture(autouse=True)
+def short_rows_too(monkeypatch):
+    monkeypatch.setattr("glue_compiler.passes.specialize_attention.analysis.pays", lambda *_: True)
+
+
 def documents(starts, window):
     token = torch.arange(starts.shape[1], device=starts.device)
     ids = starts.cumsum(-1)
@@ -64,11 +69,14 @@ def test_lengths_that_change_do_not_recompile_or_sync():
 
 
 def test_dynamic_rows_and_lengths():
-    run = specialized(lambda q, k, v, s: dense(q, k, v, s, 4096), eager=False, compiler="inductor", dynamic=True)
+    run = specialized(lambda q, k, v, s: dense(q, k, v, s, 4096), eager=False, compiler="inductor")
     for rows, length in ((2, 300), (3, 500)):
         starts = torch.rand(rows, length, device="cuda") < 0.01
-        tensors = [torch.randn(rows, 2, length, 64, dtype=torch.bfloat16, device="cuda") for _ in range(3)]
+        tensors = [torch.randn(rows, 4, length, 64, dtype=torch.bfloat16, device="cuda") for _ in range(3)]
         exact = dense(*(tensor.double() for tensor in tensors), starts, 4096)
+        for tensor in (*tensors, starts):
+            torch._dynamo.mark_dynamic(tensor, 0)
+            torch._dynamo.mark_dynamic(tensor, 1 if tensor is starts else 2)
         assert (run.call(*tensors, starts).double() - exact).norm() / exact.norm() < 1e-2
     assert len(run.graphs) == 1
     assert counts(run) == {"packed": 1}

@@ -1,0 +1,269 @@
+"""Finds the single rewrite that makes a program fail, by running the program again with fewer and fewer rewrites."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from glue_compiler.compat import bisector
+from glue_compiler.errors import GlueError, GlueOptionError
+from glue_compiler.graph_pass import Numerics
+from glue_compiler.report.replay_file import INPUTS_FILE, compose_replay
+from glue_compiler.verify.replay import REPLAY_FILE, count_inputs
+
+# More rewrites than a compile has. With any limit nothing comes from Inductor's caches, whose graphs run no pass.
+_ALL = 10**9
+_LOG = "output.txt"
+
+
+class NothingToFind(GlueError):
+    """The program does not fail, or fails without glue's rewrites too; says what to do then."""
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """What makes the program fail.
+
+    Attributes:
+        pass_name: the pass.
+        graph: the number of the graph, as in the dump.
+        rewrite: the number of the single rewrite, as ``GLUE_FUEL`` counts; None: the pass does not number its rewrites.
+        what: what the rewrite does.
+        replay: a file that runs the graph before and after this rewrite alone; None where there is none to show.
+        runs: how many times the program ran.
+    """
+
+    pass_name: str
+    graph: int | None
+    rewrite: int | None
+    what: str
+    replay: Path | None
+    runs: int
+
+
+def bisect(
+    command: Sequence[str],
+    *,
+    metric: str | None = None,
+    tolerance: float = 0.0,
+    folder: Path = Path("glue_bisect"),
+    say: Callable[[str], None] = print,
+) -> Culprit:
+    """Find the pass, and in it the first single rewrite, with which ``command`` fails.
+
+    The command fails when its exit code is not 0, or, with ``metric``, when the number that it prints differs from that
+    of a run without glue's rewrites. It must do the same in each run: the searches, over passes and over rewrites,
+    halve what is left, about log2(passes) + log2(rewrites) + 4 runs.
+
+    Args:
+        command: the program and its arguments.
+        metric: a regular expression; its first group in the last match in the output is a number, such as a loss.
+        tolerance: how far that number may be away.
+        folder: for the outputs and dumps of all runs, and in the end ``replay.py``. What an earlier search left there
+            goes.
+        say: told what is done, a line at a time.
+
+    Raises:
+        NothingToFind: when all rewrites together do no harm, or none are needed for it.
+        GlueOptionError: for an empty command or a regular expression without a group.
+    """
+    if not command:
+        raise GlueOptionError("bisect needs a command to run: glue bisect -- python train.py")
+    if metric is not None and re.compile(metric).groups < 1:
+        raise GlueOptionError(f"the metric {metric!r} has no group: write the number in parentheses, 'loss (\\S+)'")
+    return _Bisection(command, metric, tolerance, folder, say).run()
+
+
+def bisect_with_torch(works: Callable[[], bool]) -> Any | None:
+    """Torch's own ``CompilerBisector.do_bisect``, which then searches in glue too: single rewrites, then passes.
+
+    Use it when it is not known whether glue, Inductor or AOTAutograd is to blame.
+
+    Args:
+        works: compiles with ``torch.compile(..., backend="glue")``, after ``torch.compiler.reset()``, runs, and says
+            whether the result is right. The bisector puts another backend in the place of glue while it searches there.
+
+    Returns:
+        torch's ``BisectionResult`` (``backend``, ``subsystem``, ``bisect_number``, ``debug_info``), or None.
+    """
+    with bisector.registered() as torchs:
+        return torchs.do_bisect(works)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One run of the program."""
+
+    folder: Path
+    code: int
+    metric: float | None
+
+    def passes(self) -> list[tuple[int, Mapping[str, Any]]]:
+        """(graph, entry in the summary) of each pass over each graph, in order."""
+        for place in (self.folder, self.folder / "rank_0"):
+            if (place / "summary.json").exists():
+                summary = json.loads((place / "summary.json").read_text())
+                return [(graph["id"], entry) for graph in summary["graphs"] for entry in graph["passes"]]
+        return []
+
+    def number_of_rewrites(self) -> int:
+        return max((r["number"] for _, entry in self.passes() for r in entry["rewrites"]), default=0)
+
+    def find(self, number: int) -> tuple[int, Mapping[str, Any], str] | None:
+        """(graph, entry of the pass, what it does) of a rewrite; the last graph's, where one was captured again."""
+        found = [
+            (graph, entry, rewrite["what"])
+            for graph, entry in self.passes()
+            for rewrite in entry["rewrites"]
+            if rewrite["number"] == number
+        ]
+        return found[-1] if found else None
+
+    def text(self, graph: int, pass_name: str, *moments: str) -> str | None:
+        """The graph as the pass left it (or found it)."""
+        for place in (self.folder, self.folder / "rank_0"):
+            for moment in moments:
+                for file in sorted((place / f"graph_{graph:03d}").glob(f"*_{pass_name}.{moment}.py")):
+                    return file.read_text()
+        return None
+
+
+@dataclass
+class _Bisection:
+    command: Sequence[str]
+    metric: str | None
+    tolerance: float
+    folder: Path
+    say: Callable[[str], None]
+    runs: int = 0
+    good: _Run | None = None
+    seen: dict[tuple[tuple[str, ...], int], _Run] = field(default_factory=dict)
+
+    def run(self) -> Culprit:
+        self._clear()
+        full = self._probe("all rewrites", (), _ALL)
+        passes = list(dict.fromkeys(entry["name"] for _, entry in full.passes()))
+        changed = [
+            name for name in passes if any(entry["changed"] for _, entry in full.passes() if entry["name"] == name)
+        ]
+        if not changed:
+            raise NothingToFind("no pass of glue changed a graph in this program")
+        self.good = self._probe("without the passes", tuple(passes), 0)
+        if self.metric is not None and self.good.metric is None:
+            raise NothingToFind(
+                f"the run without passes prints nothing that matches {self.metric!r}: see {self._log()}"
+            )
+        if self._fails(self.good):
+            raise NothingToFind(
+                f"the program fails without glue's passes too: see {self._log()}. To search in torch: "
+                "python -m torch._inductor.compiler_bisector run COMMAND, or TORCHDYNAMO_REPRO_AFTER=aot (its minifier)"
+            )
+        if not self._fails(full):
+            raise NothingToFind("the program does not fail with all of glue's rewrites")
+        last = self._first_failing(range(1, len(changed) + 1), lambda count: self._with_passes(passes, changed, count))
+        name = changed[last - 1]
+        self.say(f"pass: {name}")
+        off = tuple(p for p in passes if p not in changed[:last])
+        if self._fails(self._probe("no rewrite", off, 0)):
+            return Culprit(name, None, None, "it does not ask context.fuel before its rewrites", None, self.runs)
+        total = self._with_passes(passes, changed, last).number_of_rewrites()
+        number = self._first_failing(range(1, total + 1), lambda count: self._probe(f"{count} rewrites", off, count))
+        return self._culprit(name, off, number)
+
+    def _clear(self) -> None:
+        """Remove what an earlier search left here, and nothing else."""
+        for run in self.folder.glob("run_[0-9][0-9]"):
+            shutil.rmtree(run)
+        for name in (REPLAY_FILE, INPUTS_FILE):
+            (self.folder / name).unlink(missing_ok=True)
+
+    def _with_passes(self, passes: Sequence[str], changed: Sequence[str], count: int) -> _Run:
+        off = tuple(p for p in passes if p not in changed[:count])
+        return self._probe(f"passes: {', '.join(changed[:count])}", off, _ALL)
+
+    def _first_failing(self, counts: range, probe: Callable[[int], _Run]) -> int:
+        """The smallest count whose run fails; the run with none does not, and that with the largest does."""
+        low, high = counts.start - 1, counts.stop - 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self._fails(probe(middle)):
+                high = middle
+            else:
+                low = middle
+        return high
+
+    def _culprit(self, name: str, off: tuple[str, ...], number: int) -> Culprit:
+        bad, good = (self._probe(f"{n} rewrites", off, n) for n in (number, number - 1))
+        found = bad.find(number)
+        if found is None:
+            return Culprit(name, None, number, "it is not in the summary", None, self.runs)
+        graph, entry, what = found
+        before = good.text(graph, entry["name"], "whole", "after") or bad.text(graph, entry["name"], "before")
+        after = bad.text(graph, entry["name"], "whole", "after")
+        replay = None
+        if before is not None and after is not None:
+            replay = self.folder / REPLAY_FILE
+            title = f"Graph {graph} before and after rewrite {number} ({entry['name']}): {what}."
+            replay.write_text(compose_replay(before, after, Numerics(entry["numerics"]), title))
+            if entry["stage"] == "captured":
+                self._save_inputs(off, number, graph, replay)
+        return Culprit(entry["name"], graph, number, what, replay, self.runs)
+
+    def _save_inputs(self, off: tuple[str, ...], number: int, graph: int, replay: Path) -> None:
+        """The inputs of a call that verification finds wrong, if it does, are better than random ones."""
+        run = self._probe("verified", off, number, GLUE_VERIFY="1")
+        for place in (run.folder, run.folder / "rank_0"):
+            saved = place / f"graph_{graph:03d}" / "verify" / INPUTS_FILE
+            if saved.exists() and count_inputs(saved) == count_inputs(replay):
+                shutil.copy(saved, replay.with_name(INPUTS_FILE))
+
+    def _fails(self, run: _Run) -> bool:
+        if run.code != 0 or self.metric is None or self.good is None or self.good.metric is None:
+            return run.code != 0
+        if run.metric is None or math.isnan(run.metric) != math.isnan(self.good.metric):
+            return True
+        return abs(run.metric - self.good.metric) > self.tolerance
+
+    def _log(self) -> Path:
+        return self.folder / f"run_{self.runs:02d}" / _LOG
+
+    def _probe(self, title: str, off: tuple[str, ...], fuel: int, **more: str) -> _Run:
+        key = (off, fuel)
+        if key in self.seen and not more:
+            return self.seen[key]
+        self.runs += 1
+        folder = self.folder / f"run_{self.runs:02d}"
+        folder.mkdir(parents=True)
+        disabled = [name for name in os.environ.get("GLUE_DISABLE", "").replace(",", " ").split() if name not in off]
+        environment = {
+            **os.environ,
+            "GLUE_DUMP": str(folder.absolute()),
+            "GLUE_FUEL": str(fuel),
+            "GLUE_DISABLE": ",".join([*disabled, *off]),
+            **more,
+        }
+        result = subprocess.run(
+            self.command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+        )
+        (folder / _LOG).write_text(result.stdout)
+        found = re.findall(self.metric, result.stdout) if self.metric is not None else []
+        run = self.seen[key] = _Run(folder, result.returncode, _number(found[-1]) if found else None)
+        shown = f", {run.metric}" if run.metric is not None else ""
+        self.say(f"run {self.runs}, {title}: exit code {run.code}{shown}")
+        return run
+
+
+def _number(match: Any) -> float | None:
+    text = match[0] if isinstance(match, tuple) else match
+    try:
+        return float(text)
+    except ValueError:
+        return None
