@@ -62,7 +62,9 @@ class GroupExperts(GraphPass):
         several = modules if compat.version_at_least(2, 12) else modules[:1]
         slices = [(m, each) for m in several for each in plan_slices(m, numbers, context.effects, gone)]
         for (module, plan), (_, segments) in zip(plans, segment_plans, strict=True):
-            proved, unproved = proved_regions(module, plan.loops, segments.loops, numbers, context.effects)
+            proved, unproved = proved_regions(
+                module, [*plan.loops, *plan.alone], segments.loops, numbers, context.effects
+            )
             skips.update(dict.fromkeys(unproved))
             # Backwards: a loop that adds to the result of another finds it under the name that the plan has.
             for loop in reversed(plan.loops):

@@ -73,6 +73,12 @@ def counts_in_half_precision(x, logits, gate_up, down):
     return _pieces_by(selected, counts, x, gate_up)
 
 
+def classes_counted_in_half_precision(x, logits, gate_up, down):
+    selected = torch.topk(logits, 2, dim=-1)[1]
+    counts = F.one_hot(selected.flatten(), EXPERTS).to(torch.bfloat16).sum(0).long()
+    return _pieces_by(selected, counts, x, gate_up)
+
+
 def counts_that_may_be_fewer(x, logits, gate_up, down):
     """A token's slots may name one expert twice, which counts once: the result may have fewer rows."""
     selected = logits.argsort(-1)[:, :2] % 3
@@ -183,6 +189,7 @@ NEAR_MISSES = {
     sizes_in_another_order: "are not the items of one vector, in order",
     counts_of_unknown_origin: "not known to be counts of the rows",
     slots_of_two_tokens_in_a_row: "may end before the rows do",
+    classes_counted_in_half_precision: "not known to be counts of the rows",
     counts_in_half_precision: "not known to be counts of the rows",
     counts_that_may_be_fewer: "may end before the rows do",
     counts_written_before_they_are_counted: "not known to be counts of the rows",
