@@ -111,7 +111,8 @@ def find_saved_tensors(
             continue
         started = regions_started(saved, [backward[place] for place in taken_uses])
         wish: Wish | None = "copy" if saved in copied else offload_policies.wish_of(saved)
-        if wish is None and started and all_inputs:
+        # Parameters are read by regions too, and each would be a skip.
+        if wish is None and started and all_inputs and not checkpoint_tags.is_graph_input(saved):
             wish = "region"
         if wish is None:
             continue
