@@ -213,7 +213,8 @@ def test_devices_without_streams_of_ours_are_left_alone():
 def test_tensors_that_must_move_and_are_needed_together_are_all_there_at_once():
     def ahead(x, w):
         a, b, c = torch.mm(x, w), torch.mm(x.sin(), w), torch.mm(x.cos(), w)
-        return a + b + c, to(a, "cpu"), to(b, "cpu"), to(c, "cpu")
+        # All three are read for the last time at one place.
+        return torch.cat((a, b, c)), to(a, "cpu"), to(b, "cpu"), to(c, "cpu")
 
     def together(a, b, c, tangent):
         a, b, c = (to(t, "cuda") for t in (a, b, c))
