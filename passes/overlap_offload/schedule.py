@@ -73,7 +73,7 @@ def schedule_moves(
     realised, realised_backward = realised_values(pair.forward), realised_values(pair.backward)
     order = sorted(reloads, key=lambda reload: reload.region.end)
     starts = [reload.region.end + 1 for reload in order]
-    waits = _offload_waits(starts, [region.end + 1 for region in regions], len(forward) - 1)
+    waits = _offload_waits(starts, [region.end + 1 for region in regions], len(forward) - 1, buffers)
     moves = tuple(
         tuple(
             Move(
@@ -117,16 +117,19 @@ def _reloads(
     return reloads, skips
 
 
-def _offload_waits(starts: Sequence[int], all_ends: Sequence[int], last: int) -> list[int]:
+def _offload_waits(starts: Sequence[int], all_ends: Sequence[int], last: int, buffers: int) -> list[int]:
     """Where each copy to the host is waited for: behind the next region, which hides it. ``last``: the forward's end.
 
-    Waiting later would keep its source alive for longer and, as copies run one by one, gain no time in a long run.
+    Waiting later would keep its source alive for longer and, as copies run one by one, gain no time in a long run. A
+    start that would be one too many under way comes behind an earlier wait.
     """
-    return [min((end for end in all_ends if end > start), default=last) for start in starts]
+    latest = [*starts[buffers:], *[last] * buffers]
+    waits = [min((end for end in all_ends if end > start), default=last) for start in starts]
+    return [min(wait, bound) for wait, bound in zip(waits, latest, strict=False)]
 
 
 def _in_order(starts: Sequence[int], waits: Sequence[int], buffers: int) -> tuple[tuple[Step, int], ...]:
-    """Starts, each followed by the waits that are due, so that at most ``buffers`` copies are under way."""
+    """Each start, then the waits that are due, so that at most ``buffers`` copies are under way."""
     steps: list[tuple[Step, int]] = []
     under_way: deque[int] = deque()
     for number, start in enumerate(starts):

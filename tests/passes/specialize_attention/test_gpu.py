@@ -69,15 +69,19 @@ def test_lengths_that_change_do_not_recompile_or_sync():
 
 
 def test_dynamic_rows_and_lengths():
-    run = specialized(lambda q, k, v, s: dense(q, k, v, s, 4096), eager=False, compiler="inductor")
+    def fn(x, starts):
+        query, key, value = x.unflatten(-1, (3, 4, 64)).permute(2, 0, 3, 1, 4).unbind()
+        return dense(query, key, value, starts, 4096)
+
+    run = specialized(fn, eager=False, compiler="inductor")
     for rows, length in ((2, 300), (3, 500)):
         starts = torch.rand(rows, length, device="cuda") < 0.01
-        tensors = [torch.randn(rows, 4, length, 64, dtype=torch.bfloat16, device="cuda") for _ in range(3)]
-        exact = dense(*(tensor.double() for tensor in tensors), starts, 4096)
-        for tensor in (*tensors, starts):
+        x = torch.randn(rows, length, 3 * 4 * 64, dtype=torch.bfloat16, device="cuda")
+        exact = fn(x.double(), starts)
+        for tensor in (x, starts):
             torch._dynamo.mark_dynamic(tensor, 0)
-            torch._dynamo.mark_dynamic(tensor, 1 if tensor is starts else 2)
-        assert (run.call(*tensors, starts).double() - exact).norm() / exact.norm() < 1e-2
+            torch._dynamo.mark_dynamic(tensor, 1)
+        assert (run.call(x, starts).double() - exact).norm() / exact.norm() < 1e-2
     assert len(run.graphs) == 1
     assert counts(run) == {"packed": 1}
 
