@@ -140,7 +140,17 @@ def test_one_round_trip_is_found():
 
 def test_a_copy_that_comes_back_in_another_dtype_stays():
     assert find(one, lambda a, tangent: (tangent * to(a, "cuda", dtype=torch.float64),)) == ([], [])
-    assert find(lambda x, w: (x, to(torch.mm(x, w), "cpu", dtype=torch.bfloat16)), one_back) == ([], [])
+    narrowed = lambda x, w: (x, to(torch.mm(x, w), "cpu", dtype=torch.bfloat16))  # noqa: E731
+    assert find(narrowed, one_back) == ([], [])
+    assert find(narrowed, lambda a, tangent: (tangent * to(a, "cuda", dtype=torch.float32),)) == ([], [])
+
+
+def test_a_copy_of_what_is_saved_beside_it_stays():
+    def both(x, w):
+        a = torch.mm(x, w)
+        return x.sin(), to(a, "cpu"), a
+
+    assert find(both, lambda host, a, tangent: (to(host, "cuda") * a,)) == ([], [])
 
 
 def test_a_host_tensor_that_compute_on_the_host_reads_stays():
