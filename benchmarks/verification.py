@@ -61,6 +61,13 @@ def measure(how: dict[str, Any], arguments: argparse.Namespace) -> str:
     return f"first step {first:.1f} s, step {step:.1f} ms{memory}, last loss {losses[-1]:.6f}"
 
 
+def attempt(how: dict[str, Any], arguments: argparse.Namespace) -> str:
+    try:
+        return measure(how, arguments)
+    except Exception as error:  # one variant that fails must not stop the others
+        return f"{type(error).__name__}: {str(error)[:600]}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="qwen3-0.6b")
@@ -70,10 +77,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     arguments = parser.parse_args()
     for name, how in VARIANTS.items():
-        try:
-            print(f"{name}: {measure(how, arguments)}", flush=True)
-        except Exception as error:  # noqa: PERF203  one variant that fails must not stop the others
-            print(f"{name}: {type(error).__name__}: {str(error)[:600]}", flush=True)
+        print(f"{name}: {attempt(how, arguments)}", flush=True)
 
 
 if __name__ == "__main__":

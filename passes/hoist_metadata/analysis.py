@@ -86,15 +86,25 @@ def limit_plan(plan: Plan, fuel: Fuel) -> Plan:
     A single rewrite is one lift, or one duplicate that is merged.
     """
     lifts = fuel.allowed((f"lift {lift.first.node.name} out of a body", lift) for lift in plan.lifts)
-    merges = []
+    planned = {node for merge in plan.merges for node in merge.duplicates}
+    gone: set[fx.Node] = set()
     for merge in plan.merges:
-        pairs = ((f"merge {node.name} into {merge.keep.name}", node) for node in merge.duplicates)
-        if duplicates := fuel.allowed(pairs):
-            merges.append(Merge(merge.keep, duplicates))
+        for node in merge.duplicates:
+            if node in gone or fuel.take(f"merge {node.name} into {merge.keep.name}"):
+                gone.add(node)
+                # Torch's fake tensors know one symbol for what is read of one tensor: two readers must not remain.
+                gone.update(user for user in node.users if user in planned and _makes_symbols(user))
+    merges = [Merge(merge.keep, tuple(node for node in merge.duplicates if node in gone)) for merge in plan.merges]
+    merges = [merge for merge in merges if merge.duplicates]
     limited = Plan(plan.scope, list(lifts), merges, skips=plan.skips)
     symbols = limited.symbols_gone()
     limited.equal_symbols.update({symbol: to for symbol, to in plan.equal_symbols.items() if symbol in symbols})
     return limited
+
+
+def _makes_symbols(node: fx.Node) -> bool:
+    inherited = {symbol for arg in node.all_input_nodes for symbol in unbacked_in(value_of(arg))}
+    return not inherited.issuperset(unbacked_in(value_of(node)))
 
 
 class _Planner:
