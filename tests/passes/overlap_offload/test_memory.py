@@ -92,6 +92,16 @@ def test_a_step_is_counted_by_hand():
     assert predict_memory(pair, [], None, only_realised=True) == ([], inputs + 3 * FLOATS)
 
 
+def test_host_tensors_do_not_count():
+    def ahead(x, w):
+        a = torch.mm(x, w)
+        return a.sin(), to(a, "cpu"), to(a, "cpu"), to(a, "cpu")
+
+    pair = pair_of(ahead, lambda a, b, c, tangent: (tangent * to(a, "cuda"),))
+    _, peak = predict_memory(pair, [], None, only_realised=False)
+    assert peak == FLOATS + 8 * 8 * 4 + 3 * FLOATS  # backward: the tangent, the tensor that came back, their product
+
+
 def test_what_lies_between_two_uses_of_inputs_belongs_to_the_region_in_between():
     def ahead(x, w):
         a = torch.mm(x, w)
@@ -145,6 +155,8 @@ def test_regions_that_must_move_count_as_moved_and_are_not_chosen_again():
     plan = plan_offload(four, None, policy="budget", budget=30, required=[1])
     assert plan.moved == (0, 1)
     assert plan_offload(four, None, policy="all", required=[3]).moved == (0, 1, 2, 3)
+    five = [Region(index, 10) for index in range(5)]
+    assert plan_offload(five, None, policy="budget", budget=40, required=[0]).moved == (0,)
 
 
 def test_copies_that_the_graph_holds_move_whatever_the_budget():
