@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
-from typing import ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from torch import fx
 
 from glue_compiler import compat
+from glue_compiler.fuel import Fuel
 from glue_compiler.fx import bodies
 from glue_compiler.fx.value_numbering import number_values
 from glue_compiler.fx.values import unbacked_in, value_of
 from glue_compiler.graph_pass import GraphPass, Numerics, PassContext, PassResult, Skip
 from glue_compiler.passes.group_experts.analysis import plan_grouping
 from glue_compiler.passes.group_experts.fallback_products import fallback_products, replace_fallback
+from glue_compiler.passes.group_experts.planner import Plan
 from glue_compiler.passes.group_experts.rewrite import erase_dead_counts, group
 from glue_compiler.passes.group_experts.segment_rewrite import group_segments
 from glue_compiler.passes.group_experts.segments import plan_segments
 from glue_compiler.passes.group_experts.slice_rewrite import write_slices
 from glue_compiler.passes.group_experts.slices import plan_slices
 from glue_compiler.passes.group_experts.speculation import proved_regions
+
+AnyPlan = TypeVar("AnyPlan", bound=Plan[Any])
 
 
 class GroupExperts(GraphPass):
@@ -41,8 +46,9 @@ class GroupExperts(GraphPass):
             self._group(graph, modules, context, counts, skips)
         for module in modules:
             for node in fallback_products(module):
-                replace_fallback(module, node, context.effects)
-                counts["fallbacks_replaced"] += 1
+                if context.fuel.take(f"replace {node.name}"):
+                    replace_fallback(module, node, context.effects)
+                    counts["fallbacks_replaced"] += 1
         counts = +counts  # without zeros
         return PassResult(changed=bool(counts), counts=dict(counts), skips=tuple(skips))
 
@@ -57,12 +63,16 @@ class GroupExperts(GraphPass):
         numbers = number_values(graph, context.effects).numbers
         plans = [(module, plan_grouping(module, numbers, context.effects)) for module in modules]
         segment_plans = [(module, plan_segments(module, numbers, context.effects)) for module in modules]
+        plans = [(module, _limited(plan, context.fuel)) for module, plan in plans]
+        segment_plans = [(module, _limited(plan, context.fuel)) for module, plan in segment_plans]
         gone = {node for _, plan in plans for loop in plan.loops for node in loop.absorbed}
         # 2.11 cannot compile the backward of a checkpointed body in which numbers are read.
         several = modules if compat.version_at_least(2, 12) else modules[:1]
         slices = [(m, each) for m in several for each in plan_slices(m, numbers, context.effects, gone)]
         for (module, plan), (_, segments) in zip(plans, segment_plans, strict=True):
-            proved, unproved = proved_regions(module, plan.loops, segments.loops, numbers, context.effects)
+            proved, unproved = proved_regions(
+                module, [*plan.loops, *plan.alone], segments.loops, numbers, context.effects
+            )
             skips.update(dict.fromkeys(unproved))
             # Backwards: a loop that adds to the result of another finds it under the name that the plan has.
             for loop in reversed(plan.loops):
@@ -74,6 +84,8 @@ class GroupExperts(GraphPass):
                 region.proved = True
             skips.update(dict.fromkeys(plan.skips))
         for module, sliced in slices:
+            if not context.fuel.take(f"slice the rows of {sliced.num_experts} experts"):
+                continue
             write_slices(module, sliced, context.effects)
             counts["loops_sliced"] += 1
         for module, segments in segment_plans:
@@ -81,6 +93,12 @@ class GroupExperts(GraphPass):
             counts["loops_grouped"] += len(segments.loops)
             counts["experts_grouped"] += sum(loop.num_experts for loop in segments.loops)
             skips.update(dict.fromkeys(segments.skips))
+
+
+def _limited(plan: AnyPlan, fuel: Fuel) -> AnyPlan:
+    """The part of ``plan`` that ``fuel`` allows."""
+    loops = ((f"group {loop.num_experts} experts at {loop.last.name}", loop) for loop in plan.loops)
+    return dataclasses.replace(plan, loops=list(fuel.allowed(loops)))
 
 
 def _has_rows_of_unknown_number(module: fx.GraphModule) -> bool:

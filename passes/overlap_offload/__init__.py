@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import glue_compiler.ops.offload  # noqa: F401  a graph from the cache calls the operators, and no pass runs for it
 from glue_compiler.compat import inductor, offload_policies
 from glue_compiler.errors import GlueOffloadError, GlueWarning
+from glue_compiler.fuel import Fuel
 from glue_compiler.fx import bodies
 from glue_compiler.graph_pass import Numerics, PairPass, PassContext, PassResult, Skip
 from glue_compiler.passes.overlap_offload.checker import check_offload
@@ -32,10 +33,10 @@ class OverlapOffload(PairPass):
     """Move saved tensors to the host, with copies that overlap with compute.
 
     Which: the inputs of checkpointed regions (``options={"offload": "checkpoints"}``, or as few of them as
-    ``memory_budget`` needs), what a selective checkpoint
-    policy marks with ``MUST_CPU_OFFLOAD`` or ``PREFER_CPU_OFFLOAD``, and what the graph copies to the host and back
-    by itself. Counts: ``regions`` found, ``moved`` tensors, ``bytes`` moved in a step (an upper bound with dynamic
-    shapes); with a budget also ``predicted_peak``.
+    ``memory_budget`` needs), what a selective checkpoint policy marks with ``MUST_CPU_OFFLOAD`` or
+    ``PREFER_CPU_OFFLOAD``, and what the graph copies to the host and back by itself. Counts: ``regions`` found,
+    ``moved`` tensors, ``bytes`` moved in a step (an upper bound with dynamic shapes); with a budget also
+    ``predicted_peak``.
 
     Bitwise as long as operators run one by one: a compiler that fuses rounds a tensor that is written out.
     """
@@ -60,6 +61,7 @@ class OverlapOffload(PairPass):
         if inductor.uses_cuda_graphs(options.inductor):
             return _refuse_cuda_graphs(pair)
         trips, skips = find_round_trips(pair)
+        trips = list(context.fuel.allowed((f"reschedule the copies of {t.source.name}", t) for t in trips))
         save_sources(pair, trips)
         regions, more = find_saved_tensors(
             pair, context.shape_env, all_inputs=_moves_inputs(options), copied=[trip.source for trip in trips]
@@ -67,7 +69,7 @@ class OverlapOffload(PairPass):
         skips += more
         required = [region.index for region in regions if region.is_required]
         plan = self._plan(pair, regions, required, context)
-        schedule = schedule_moves(pair, regions, plan.moved, BUFFERS)
+        schedule = schedule_moves(pair, regions, _allowed(regions, plan.moved, context.fuel), BUFFERS)
         skips += [*schedule.skips, *_preferred_but_left(regions, plan.moved, plan.reason)]
         counts = {"regions": len(regions)}
         if options.memory_budget is not None:
@@ -100,6 +102,12 @@ class OverlapOffload(PairPass):
 
 def _moves_inputs(options: GlueOptions) -> bool:
     return options.offload is not None or options.memory_budget is not None
+
+
+def _allowed(regions: list[RegionTensors], moved: Collection[int], fuel: Fuel) -> list[int]:
+    """The regions that may move. What the graph itself moved was asked for before, and must move again."""
+    own = {region.index for region in regions if any(one.wish == "copy" for one in region.tensors)}
+    return [index for index in moved if index in own or fuel.take(f"move the tensors of region {index}")]
 
 
 def _over_budget(plan: OffloadPlan, budget: int) -> list[Skip]:

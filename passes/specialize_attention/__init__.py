@@ -30,5 +30,7 @@ class SpecializeAttention(GraphPass):
         reader = IndexReader(numbering)
         assume_sorted = context.options.assume.get("sorted_document_ids", False)
         plan = plan_attention(numbering, reader, context.options.compiler, assume_sorted=assume_sorted)
+        written = ((f"write {each.site.output.name} as {each.form}", each) for each in plan.replacements)
+        plan.replacements = list(context.fuel.allowed(written))
         counts = apply_plan(plan, numbering, reader, context.effects.fake_mode)
         return PassResult(changed=bool(plan.replacements), counts=dict(counts), skips=tuple(dict.fromkeys(plan.skips)))

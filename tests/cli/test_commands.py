@@ -13,6 +13,7 @@ pytest.importorskip("typer")
 from typer.testing import CliRunner
 
 from glue_compiler import registry
+from glue_compiler.cli import main
 from glue_compiler.cli.explain import TargetError, call_of, find
 from glue_compiler.cli.main import app
 from glue_compiler.compat import known_problems
@@ -78,15 +79,15 @@ def module(tmp_path, monkeypatch):
 def test_help_names_every_command():
     result = run("--help")
     assert result.exit_code == 0
-    for command in ("doctor", "explain", "diff", "view"):
+    for command in ("doctor", "explain", "diff", "view", "replay", "bisect"):
         assert command in result.output
         assert run(command, "--help").exit_code == 0
 
 
 def test_without_its_libraries_the_command_says_what_to_install():
     script = (
-        "import sys; sys.modules['typer'] = None; from glue_compiler.cli import main\n"
-        "sys.argv = ['glue', 'doctor']; main()"
+        "import sys; sys.modules['typer'] = None; from glue_compiler.cli import entry_point\n"
+        "sys.argv = ['glue', 'doctor']; entry_point()"
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert result.returncode == 1
@@ -94,7 +95,10 @@ def test_without_its_libraries_the_command_says_what_to_install():
 
 
 def test_an_error_of_glue_is_one_message_without_a_traceback(tmp_path):
-    script = f"import sys; from glue_compiler.cli import main; sys.argv = ['glue', 'view', {str(tmp_path)!r}]; main()"
+    script = (
+        "import sys; from glue_compiler.cli import entry_point\n"
+        f"sys.argv = ['glue', 'view', {str(tmp_path)!r}]; entry_point()"
+    )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert result.returncode == 2
     assert "DumpError" in result.stderr
@@ -225,9 +229,8 @@ def test_replay_of_what_is_not_there_is_a_mistake(tmp_path):
 
 
 def test_bisect_takes_the_whole_command_after_two_dashes(monkeypatch, tmp_path):
-    implementation = pytest.importorskip("glue_compiler.cli.bisect")
     calls = []
-    monkeypatch.setattr(implementation, "bisect", lambda command, **rest: calls.append((command, rest)) or 2)
+    monkeypatch.setattr(main, "run_bisect", lambda command, **rest: calls.append((command, rest)) or 2)
     result = run(
         "bisect", "--metric", r"loss (\S+)", "--folder", str(tmp_path), "--", "python", "t.py", "--metric", "x"
     )
