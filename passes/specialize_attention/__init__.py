@@ -1,4 +1,4 @@
-"""specialize_attention: attention whose mask is proved to be causal, packed or a window loses its mask."""
+"""specialize_attention: attention whose mask is proved to be causal, packed, a window or padding loses its mask."""
 
 from __future__ import annotations
 

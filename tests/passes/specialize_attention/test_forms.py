@@ -203,6 +203,35 @@ def test_two_attentions_share_the_metadata():
     assert count(run.graph, torch.ops.glue.document_offsets.default) == 1
 
 
+def test_two_paddings_have_metadata_of_their_own():
+    def fn(query, key, value, first, second):
+        once = F.scaled_dot_product_attention(query, key, value, attn_mask=causal() & first[:, None, None])
+        return F.scaled_dot_product_attention(once, key, value, attn_mask=causal() & second[:, None, None])
+
+    run = specialized(fn)
+    assert_close(fn, run, inputs(), STARTS, ~STARTS)
+    assert counts(run) == {"packed": 2}
+    assert count(run.graph, torch.ops.glue.document_blocks.default) == 2
+
+
+@pytest.mark.parametrize("where", ["outside", "inside"])
+def test_padding_of_checkpoint_bodies(where):
+    def layer(query, key, value, given):
+        mask = given if where == "outside" else causal() & given[:, None, None]
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+
+    def fn(query, key, value, valid):
+        given = causal() & valid[:, None, None] if where == "outside" else valid
+        query = checkpoint(layer, query, key, value, given, use_reentrant=False)
+        return checkpoint(layer, query, key, value, given, use_reentrant=False)
+
+    run = specialized(fn, eager=False)
+    assert_close(fn, run, inputs(), ~STARTS)
+    assert counts(run) == {"packed": 2}
+    assert square_tensors(run) == []
+    assert count(run.graph, torch.ops.glue.document_blocks.default) == 1
+
+
 def test_a_mask_that_is_used_elsewhere_stays_there():
     def fn(query, key, value, starts):
         mask = documents(starts)
