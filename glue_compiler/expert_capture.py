@@ -191,7 +191,7 @@ class SpeculativeRegions:
             growth = _growth(region, variable)
             if growth is None:
                 region.leaves_a_trace = True
-            else:
+            elif isinstance(region, NonEmptyBranch):
                 region.grown[growth.name] = growth
 
     def _made(self, node: fx.Node) -> None:

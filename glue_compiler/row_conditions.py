@@ -56,7 +56,8 @@ def row_condition(condition: fx.Node, expression: Any) -> RowCondition | None:
 
 def _compared(condition: fx.Node) -> tuple[fx.Node, bool] | None:
     """The number that is compared, and the result for zero, if that is another one than for all positive numbers."""
-    name = numpy_capture.numpy_function(condition.target) or getattr(condition.target, "__name__", condition.target)
+    target: Any = condition.target
+    name = numpy_capture.numpy_function(target) or getattr(target, "__name__", target)
     compare = _COMPARE.get(str(name).strip("_"))
     if compare is None or len(condition.args) != 2 or condition.kwargs:
         return None

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from glue_compiler import options, registry
+from glue_compiler.compat.known_problems import KNOWN_PROBLEMS
+from glue_compiler.compat.versions import NEWEST_TORCH, OLDEST_TORCH
 from glue_compiler.options import GlueOptions
 from glue_compiler.report.environment import pass_states
+from glue_compiler.testing import assert_equivalent, assert_rewritten, capture, run_pass
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
@@ -51,8 +56,8 @@ def test_the_defaults_are_those_of_the_code():
             assert default is None
         elif isinstance(default, int) and not isinstance(default, bool):
             assert options.parse_bytes(shown) == default
-        elif shown == "{}":
-            assert default == {}
+        elif shown in ("{}", "[]"):
+            assert not default
         else:
             assert shown in (repr(default), f'"{default}"')
 
@@ -73,6 +78,35 @@ def test_every_pass_has_a_page_that_says_how_to_see_it():
         page = (ROOT / "docs" / f"{name}.md").read_text()
         assert page.startswith(f"# {name}")
         assert "**How to see it.**" in page
+
+
+def test_the_known_problems_are_those_of_doctor():
+    rows = table(ROOT / "docs/versions.md", "torch | problem")
+    assert len(rows) == len(KNOWN_PROBLEMS)
+    for row, problem in zip(rows, KNOWN_PROBLEMS, strict=True):
+        everywhere = (problem.first, problem.last) == (OLDEST_TORCH, NEWEST_TORCH)
+        assert row["torch"] == ("all" if everywhere else ".".join(map(str, problem.first)))
+
+
+def test_the_tests_of_the_page_about_testing_pass():
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/testing.md").read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(compile(block, "docs/testing.md", "exec"), names)
+    tests = [test for name, test in names.items() if name.startswith("test_")]
+    assert len(tests) == 2
+    for test in tests:
+        test()
+
+
+def test_the_pass_of_the_page_about_own_passes_works(tmp_path, monkeypatch):
+    block = re.findall(r"```python\n(.*?)```", (ROOT / "docs/own_pass.md").read_text(), re.DOTALL)[0]
+    (tmp_path / "passes_of_the_page.py").write_text(block)
+    monkeypatch.syspath_prepend(tmp_path)
+    (graph,) = capture(lambda x: x.float() + x.double().float(), torch.ones(2))
+    result = run_pass(graph, "passes_of_the_page:DropFloatCasts")
+    assert_rewritten(result, times=1)
+    assert result.skip_reasons == ["it changes the dtype"]
+    assert_equivalent(result.before, result.after, [torch.ones(2)])
 
 
 # mkdocs checks the links between pages of docs/; README.md and links out of docs/ are outside of its site.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 
-def main() -> None:
+def entry_point() -> None:
     """Entry point of the console script."""
     try:
         from glue_compiler.cli.main import run

@@ -9,8 +9,8 @@ from rich.table import Table
 from glue_compiler import registry
 from glue_compiler.cli.console import console
 from glue_compiler.compat import known_problems
-from glue_compiler.errors import GlueOptionError
-from glue_compiler.options import GlueOptions, parse_options
+from glue_compiler.errors import GlueContractError, GlueOptionError
+from glue_compiler.options import GlueOptions, extra_passes_in, parse_options
 from glue_compiler.report.environment import environment_lines, pass_states, tested_range
 
 
@@ -30,8 +30,9 @@ def doctor() -> None:
     if not known_problems.is_supported():
         out.print(f"\n[yellow]glue is tested with torch {tested_range()}; this is {torch.__version__}.[/]")
     try:
-        options = parse_options(None, None, registry.pass_names())
-    except GlueOptionError as error:
+        passes = registry.with_extra(registry.all_passes(), extra_passes_in(None))
+        options = parse_options(None, None, [p.name for p in passes])
+    except (GlueOptionError, GlueContractError) as error:
         faults.append(str(error))
     else:
         out.print("")

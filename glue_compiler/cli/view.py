@@ -11,6 +11,7 @@ import typer
 from glue_compiler.cli.console import console
 from glue_compiler.report.page import render_page
 from glue_compiler.report.page_data import page_data
+from glue_compiler.report.predicted_step import Rates
 from glue_compiler.report.recorded import read_folder
 
 
@@ -19,6 +20,11 @@ def view(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Where to; by default FOLDER/view.html.")
     ] = None,
+    teraflops: Annotated[
+        float | None,
+        typer.Option(help="Reached in products: predicts streams in time. With --link.", min=1e-6),
+    ] = None,
+    link: Annotated[float | None, typer.Option(help="GB/s between device and host, each way.", min=1e-6)] = None,
     open_page: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
 ) -> None:
     """Write one self-contained HTML page of a compile.
@@ -26,8 +32,11 @@ def view(
     Graphs and passes with their times; each pass before and after, side by side, with your source lines; what was left
     alone and why; the host syncs that remain; the streams of checkpoint offload. Press `?` in the page for its keys.
     """
+    if (teraflops is None) != (link is None):
+        raise typer.BadParameter("a prediction needs both --teraflops and --link")
+    rates = Rates(teraflops * 1e12, link * 1e9) if teraflops is not None and link is not None else None
     path = output or folder / "view.html"
-    page = render_page(page_data(read_folder(folder)))
+    page = render_page(page_data(read_folder(folder), rates))
     path.write_text(page, encoding="utf-8")
     console().print(f"wrote {path} ({len(page.encode()) / 2**20:.1f} MiB)", markup=False, soft_wrap=True)
     if open_page:

@@ -30,6 +30,7 @@ from glue_compiler.compat.inductor import (
 from glue_compiler.compat.loop_capture import (
     converted_code,
     instruction_index,
+    instructions_of,
     is_list_in,
     is_tracing,
     known_index,
@@ -48,6 +49,7 @@ from glue_compiler.compat.symbols import (
     rename_unbacked,
     restored_on_error,
     speculation,
+    symbol_range,
     unbacked_symbols,
     upper_bound,
 )
@@ -85,6 +87,7 @@ __all__ = [
     "inductor_option_names",
     "install_frame_hook",
     "instruction_index",
+    "instructions_of",
     "is_compiled",
     "is_data_dependent_failure",
     "is_functorch_wrapped",
@@ -105,6 +108,7 @@ __all__ = [
     "rename_unbacked",
     "restored_on_error",
     "speculation",
+    "symbol_range",
     "trace_artifact",
     "trace_is_on",
     "traced_iteration",

@@ -46,7 +46,7 @@ KNOWN_PROBLEMS = (
         OLDEST_TORCH,
         NEWEST_TORCH,
         "reorder_for_peak_memory moves an asynchronous copy's wait next to its start.",
-        "overlap_offload switches it off for the compiles that it changes.",
+        "overlap_offload keeps their order by data dependencies, and switches it off where options ask for offload.",
     ),
     KnownProblem(
         OLDEST_TORCH,

@@ -184,6 +184,13 @@ def is_tracing(frame: Any) -> bool:
     return frame.output.current_tx is frame
 
 
+def instructions_of(code: Any) -> Any:
+    """The instructions that Dynamo translates a code object from."""
+    from torch._dynamo.bytecode_transformation import cleaned_instructions
+
+    return cleaned_instructions(code)
+
+
 def instruction_index(frame: Any) -> int | None:
     """Index of the instruction that a Dynamo translator runs; None when it is done."""
     return frame.instruction_pointer - 1 if frame.instruction_pointer is not None else None

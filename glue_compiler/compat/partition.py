@@ -32,11 +32,11 @@ class EditedPartition(torch._inductor.custom_graph_pass.CustomPartitionerFn):
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         from torch._functorch.partitioners import min_cut_rematerialization_partition
 
+        if self.edit is None:
+            raise RuntimeError("a partitioner that came out of a cache key partitions nothing")
         save_what_is_to_be_offloaded(gm)
         partition: Callable[..., Any] = self.inner or min_cut_rematerialization_partition
         forward, backward = partition(gm, joint_inputs, **kwargs)
-        if self.edit is None:
-            raise RuntimeError("a partitioner that came out of a cache key partitions nothing")
         self.edit(forward, backward, kwargs["num_fwd_outputs"])
         return forward, backward
 

@@ -87,6 +87,11 @@ def upper_bound(expression: Any, shape_env: Any) -> int | None:
     return int(value.xreplace(shape_env.backed_var_to_val))
 
 
+def symbol_range(symbol: Any, shape_env: Any) -> str:
+    """The values that an unbacked symbol can have, in words that are equal for equal ranges."""
+    return str(shape_env.var_to_range.get(symbol)) if shape_env is not None else ""
+
+
 def lower_bound(expression: Any, shape_env: Any) -> int:
     """The least that ``expression``, a size, can be in a call of the graph."""
     if isinstance(expression, int):

@@ -15,6 +15,7 @@ import operator
 from dataclasses import dataclass, field
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -101,6 +102,7 @@ class EffectAnalysis:
 
     fake_mode: Any | None
     _seen: dict[Any, _Outcome] = field(default_factory=dict)
+    _pure: dict[Any, _Outcome] = field(default_factory=dict)
 
     @classmethod
     def for_graph(cls, gm: fx.GraphModule) -> EffectAnalysis:
@@ -125,7 +127,7 @@ class EffectAnalysis:
         if not self._may_run(node):
             return Effects(Kind.BARRIER)
         tensors = tensors_in(operands)
-        outcome = self._outcome(node)
+        outcome = self._effects(node)
         kind, written = outcome.kind, outcome.written
         writes = frozenset(storage_of(tensors[i]) for i in written if is_plain(tensors[i]))
         if written and not all(is_plain(tensors[i]) for i in written):
@@ -141,6 +143,22 @@ class EffectAnalysis:
         if self._is_scalar_function(node, [value_of(arg) for arg in node.all_input_nodes]):
             return None
         return self._outcome(node).result
+
+    def _effects(self, node: fx.Node) -> _Outcome:
+        """What the node does, its result aside.
+
+        A pure call is as pure for operands that differ in the names of unbacked symbols or in where in their storage
+        they begin. Which operators a call is made of depends on sizes and strides; those are the same up to names, with
+        the same symbols equal and of the same ranges. No operator decides by a storage offset, but to raise, and a
+        captured call does not raise. A loop over experts has the same calls for each.
+        """
+        key = _call_key(node, self.fake_mode.shape_env if self.fake_mode is not None else None, up_to_names=True)
+        if key not in self._pure:
+            outcome = self._outcome(node)
+            if outcome.kind is not Kind.PURE or outcome.written:
+                return outcome
+            self._pure[key] = outcome
+        return self._pure[key]
 
     def _outcome(self, node: fx.Node) -> _Outcome:
         key = _call_key(node)
@@ -287,9 +305,22 @@ def _map_tensors(value: Any, convert: Any) -> Any:
     return value
 
 
-def _call_key(node: fx.Node) -> Any:
-    """Equal for two calls that do the same to operands of the same metadata."""
+def _call_key(node: fx.Node, shape_env: Any = None, up_to_names: bool = False) -> Any:
+    """Equal for two calls that do the same to operands of the same metadata.
+
+    With ``up_to_names`` but for storage offsets and the names of unbacked symbols.
+    """
     storages: dict[StorageKey, int] = {}
+    names: dict[Any, Any] = {}
+
+    def number(value: Any) -> Any:
+        found = expression(value)
+        if not up_to_names or not isinstance(found, sympy.Basic):
+            return found
+        for symbol in sorted(compat.unbacked_symbols(found), key=str):
+            if symbol not in names:
+                names[symbol] = sympy.Symbol(f"unbacked_{len(names)}_{compat.symbol_range(symbol, shape_env)}")
+        return found.xreplace(names)
 
     def describe(value: Any) -> Any:
         if isinstance(value, fx.Node):
@@ -298,12 +329,12 @@ def _call_key(node: fx.Node) -> Any:
             if not is_plain(value):
                 return ("tensor", id(value))
             alias = storages.setdefault(storage_of(value), len(storages))
-            shape = tuple(expression(size) for size in value.shape)
-            stride = tuple(expression(step) for step in value.stride())
-            offset = expression(value.storage_offset())
+            shape = tuple(number(size) for size in value.shape)
+            stride = tuple(number(step) for step in value.stride())
+            offset = None if up_to_names else expression(value.storage_offset())
             return ("tensor", alias, shape, stride, offset, value.dtype, value.device, requires_grad(value))
         if isinstance(value, Symbolic):
-            return ("symbol", expression(value))
+            return ("symbol", number(value))
         if isinstance(value, tuple | list):
             return (type(value).__name__, *(describe(item) for item in value))
         if isinstance(value, slice):

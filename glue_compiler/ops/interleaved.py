@@ -25,7 +25,7 @@ def deinterleave(x: Tensor) -> tuple[Tensor, Tensor]:
     Composite: tracing sees what it is made of.
     """
     if x.dtype is torch.bfloat16 and x.is_cuda and _is_pairs(x):
-        return _Deinterleave.apply(x)  # type: ignore[no-any-return]
+        return _Deinterleave.apply(x)
     return x[..., ::2], x[..., 1::2]
 
 
@@ -48,8 +48,8 @@ class _Deinterleave(torch.autograd.Function):
         return even.to(torch.bfloat16), odd.to(torch.bfloat16)
 
     @staticmethod
-    def backward(ctx: Any, even: Tensor, odd: Tensor) -> Tensor:  # type: ignore[override]
-        return _Interleave.apply(even, odd)  # type: ignore[no-any-return]
+    def backward(ctx: Any, even: Tensor, odd: Tensor) -> Tensor:
+        return _Interleave.apply(even, odd)
 
 
 class _Interleave(torch.autograd.Function):
@@ -60,5 +60,5 @@ class _Interleave(torch.autograd.Function):
         return (low | high).contiguous().view(torch.bfloat16)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        return _Deinterleave.apply(grad.contiguous())  # type: ignore[no-any-return]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return _Deinterleave.apply(grad.contiguous())

@@ -67,8 +67,9 @@ def device_lines() -> Iterator[tuple[str, str]]:
 
 
 def pass_states(options: GlueOptions) -> list[PassState]:
-    """Each pass in the order in which passes run."""
-    return [_state(graph_pass, options) for graph_pass in registry.all_passes()]
+    """Each pass, the user's own after glue's."""
+    passes = registry.with_extra(registry.all_passes(), options.extra_passes)
+    return [_state(graph_pass, options) for graph_pass in passes]
 
 
 def _state(graph_pass: GraphPass, options: GlueOptions) -> PassState:

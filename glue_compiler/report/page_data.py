@@ -11,6 +11,7 @@ from typing import Any
 
 from glue_compiler.report.alignment import AlignedGraph
 from glue_compiler.report.graph_text import GraphText, NodeLine
+from glue_compiler.report.predicted_step import PredictedStep, Rates, predict_step
 from glue_compiler.report.recorded import Recorded, RecordedGraph, RecordedPass
 from glue_compiler.report.transfers import StreamTimeline, find_transfers, layer_root
 
@@ -18,15 +19,15 @@ KINDS = ("same", "changed", "removed", "added", "moved")
 NOTHING = -1
 
 
-def page_data(recorded: Recorded) -> dict[str, Any]:
-    """A JSON object.
+def page_data(recorded: Recorded, rates: Rates | None = None) -> dict[str, Any]:
+    """A JSON object. With ``rates``, training steps that copy get a predicted timeline too.
 
     ``strings``: texts. ``nodes``: ``[name, text, shape, source, code, layer]``, places in ``strings``. A diff is a list
     of ``[name of the graph or body, [kind, node before, node after, kind, ...]]``: places in ``kinds`` and ``nodes``,
     -1 for none. A plain graph is ``[name, [node, ...]]``.
     """
     tables = _Tables()
-    graphs = [_graph(graph, tables) for graph in recorded.graphs]
+    graphs = [_graph(graph, tables, rates) for graph in recorded.graphs]
     return {
         "torch": recorded.torch,
         "folder": recorded.folder.resolve().name,
@@ -69,7 +70,7 @@ class _Tables:
         return [[graph.name, [self.node(node) for node in graph.nodes]] for graph in graphs]
 
 
-def _graph(graph: RecordedGraph, tables: _Tables) -> dict[str, Any]:
+def _graph(graph: RecordedGraph, tables: _Tables, rates: Rates | None) -> dict[str, Any]:
     return {
         "id": graph.id,
         "compileId": graph.compile_id,
@@ -78,13 +79,14 @@ def _graph(graph: RecordedGraph, tables: _Tables) -> dict[str, Any]:
         "break": graph.graph_break and _with_short_source(graph.graph_break),
         "syncs": [_with_short_source(sync) for sync in graph.host_syncs],
         "final": tables.plain(graph.final()),
-        "passes": [_pass(p, tables) for p in graph.passes],
+        "passes": [_pass(p, tables, rates) for p in graph.passes],
     }
 
 
-def _pass(p: RecordedPass, tables: _Tables) -> dict[str, Any]:
+def _pass(p: RecordedPass, tables: _Tables, rates: Rates | None) -> dict[str, Any]:
     after = p.graphs("after")
     timeline = find_transfers(after)
+    predicted = predict_step(after, rates) if timeline and rates else None
     return {
         "name": p.name,
         "stage": p.stage,
@@ -98,6 +100,7 @@ def _pass(p: RecordedPass, tables: _Tables) -> dict[str, Any]:
         "diff": tables.diff(p.aligned()),
         "prologue": tables.plain(p.graphs("prologue")),
         "timeline": timeline and _timeline(timeline),
+        "predicted": predicted and rates and _predicted(predicted, rates),
     }
 
 
@@ -109,6 +112,22 @@ def _timeline(timeline: StreamTimeline) -> dict[str, Any]:
         "compute": [astuple(bar) for bar in timeline.compute],
         "to_host": [astuple(bar) for bar in timeline.to_host],
         "from_host": [astuple(bar) for bar in timeline.from_host],
+    }
+
+
+def _predicted(step: PredictedStep, rates: Rates) -> dict[str, Any]:
+    compute = sum(bar.end - bar.start for bar in step.compute)
+    streams = ("compute", "waits", "to_host", "from_host")
+    return {
+        **{name: [astuple(bar) for bar in getattr(step, name)] for name in streams},
+        "length": step.length,
+        "backward": step.backward,
+        "unit": "ms",
+        "note": (
+            f"Predicted at {rates.flops / 1e12:g} TFLOP/s and {rates.link / 1e9:g} GB/s each way: "
+            f"{step.length:.3g} ms, of which the compute stream works {compute:.3g} ms. Only products and attention "
+            f"take time. Dashed: compute waits for a copy. Operators whose sizes are not numbers: {step.unknown}."
+        ),
     }
 
 

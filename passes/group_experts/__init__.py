@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from torch import fx
 
@@ -14,17 +14,17 @@ from glue_compiler.fx import bodies
 from glue_compiler.fx.value_numbering import number_values
 from glue_compiler.fx.values import unbacked_in, value_of
 from glue_compiler.graph_pass import GraphPass, Numerics, PassContext, PassResult, Skip
-from glue_compiler.passes.group_experts.analysis import ExpertLoop, plan_grouping
+from glue_compiler.passes.group_experts.analysis import plan_grouping
 from glue_compiler.passes.group_experts.fallback_products import fallback_products, replace_fallback
 from glue_compiler.passes.group_experts.planner import Plan
 from glue_compiler.passes.group_experts.rewrite import erase_dead_counts, group
 from glue_compiler.passes.group_experts.segment_rewrite import group_segments
-from glue_compiler.passes.group_experts.segments import SegmentLoop, plan_segments
+from glue_compiler.passes.group_experts.segments import plan_segments
 from glue_compiler.passes.group_experts.slice_rewrite import write_slices
 from glue_compiler.passes.group_experts.slices import plan_slices
 from glue_compiler.passes.group_experts.speculation import proved_regions
 
-Loop = TypeVar("Loop", ExpertLoop, SegmentLoop)
+AnyPlan = TypeVar("AnyPlan", bound=Plan[Any])
 
 
 class GroupExperts(GraphPass):
@@ -70,7 +70,9 @@ class GroupExperts(GraphPass):
         several = modules if compat.version_at_least(2, 12) else modules[:1]
         slices = [(m, each) for m in several for each in plan_slices(m, numbers, context.effects, gone)]
         for (module, plan), (_, segments) in zip(plans, segment_plans, strict=True):
-            proved, unproved = proved_regions(module, plan.loops, segments.loops, numbers, context.effects)
+            proved, unproved = proved_regions(
+                module, [*plan.loops, *plan.alone], segments.loops, numbers, context.effects
+            )
             skips.update(dict.fromkeys(unproved))
             # Backwards: a loop that adds to the result of another finds it under the name that the plan has.
             for loop in reversed(plan.loops):
@@ -93,7 +95,7 @@ class GroupExperts(GraphPass):
             skips.update(dict.fromkeys(segments.skips))
 
 
-def _limited(plan: Plan[Loop], fuel: Fuel) -> Plan[Loop]:
+def _limited(plan: AnyPlan, fuel: Fuel) -> AnyPlan:
     """The part of ``plan`` that ``fuel`` allows."""
     loops = ((f"group {loop.num_experts} experts at {loop.last.name}", loop) for loop in plan.loops)
     return dataclasses.replace(plan, loops=list(fuel.allowed(loops)))

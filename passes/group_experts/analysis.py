@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 
+from glue_compiler.expert_capture import REGIONS
 from glue_compiler.fx.effects import EffectAnalysis, Kind
 from glue_compiler.fx.spellings import EMPTY, ZEROS
 from glue_compiler.fx.values import (
@@ -73,7 +74,17 @@ class ExpertLoop:
         return tuple(sink.added for sink in self.sinks)
 
 
-def plan_grouping(gm: fx.GraphModule, numbers: dict[fx.Node, int], analysis: EffectAnalysis) -> Plan[ExpertLoop]:
+@dataclass
+class ExpertPlan(Plan[ExpertLoop]):
+    """``alone``: experts that cannot be grouped with the others of their loop, each a loop of its own.
+
+    That is enough to show that one without rows does nothing.
+    """
+
+    alone: list[ExpertLoop] = field(default_factory=list)
+
+
+def plan_grouping(gm: fx.GraphModule, numbers: dict[fx.Node, int], analysis: EffectAnalysis) -> ExpertPlan:
     """Plan for one graph (bodies of its higher-order operators are graphs of their own).
 
     Args:
@@ -81,7 +92,7 @@ def plan_grouping(gm: fx.GraphModule, numbers: dict[fx.Node, int], analysis: Eff
     """
     sets = RowSets()
     if not any(sets.row_set(node) for node in gm.graph.nodes):
-        return Plan()
+        return ExpertPlan()
     return _Planner(gm, numbers, analysis, sets).run()
 
 
@@ -93,8 +104,8 @@ class _Planner(LoopPlanner):
         self.sets = sets
         self.starts: dict[fx.Node, fx.Node] = {}
 
-    def run(self) -> Plan[ExpertLoop]:
-        plan = Plan[ExpertLoop]()
+    def run(self) -> ExpertPlan:
+        plan = ExpertPlan()
         sinks = [sink for node in self.nodes if (sink := find_sink(node, self.sets))]
         self.starts = chain_starts(sinks)
         by_accumulator: dict[tuple[int, int], list[Sink]] = defaultdict(list)
@@ -111,6 +122,9 @@ class _Planner(LoopPlanner):
                 plan.loops += loops
             elif isinstance(whole, Skip):
                 plan.skips.append(whole)
+                if any(REGIONS in sink.node.meta for sink in same):
+                    alone = [self._loop_or_skip([sink], alone=True) for sink in same]
+                    plan.alone += [each for each in alone if isinstance(each, ExpertLoop)]
         claimed = {sink.rows.root for sink in sinks}
         left = [rows for node in self.nodes if node not in claimed and (rows := self.sets.row_set(node))]
         experts = {(self._number(rows.mask.selected), rows.expert) for rows in left}
@@ -155,13 +169,13 @@ class _Planner(LoopPlanner):
 
     # -- one loop
 
-    def _loop_or_skip(self, sinks: list[Sink]) -> ExpertLoop | Skip:
+    def _loop_or_skip(self, sinks: list[Sink], alone: bool = False) -> ExpertLoop | Skip:
         try:
-            return self._loop(sinks)
+            return self._loop(sinks, alone)
         except LeftAlone as left:
             return skip_at(left, sinks[0].node)
 
-    def _loop(self, sinks: list[Sink]) -> ExpertLoop:
+    def _loop(self, sinks: list[Sink], alone: bool) -> ExpertLoop:
         row_sets = [sink.rows for sink in sinks]
         mask = row_sets[0].mask
         experts = [rows.expert for rows in row_sets]
@@ -183,13 +197,13 @@ class _Planner(LoopPlanner):
         in_order = sorted(sinks, key=lambda sink: sink.rows.expert)
         row_sets = [sink.rows for sink in in_order]
         all_routed = mask.classes == len(experts)
-        if len(experts) == 1 and not all_routed:
+        if len(experts) == 1 and not all_routed and not alone:
             # One expert of many: grouping would compute its body for every row of the batch.
             raise LeftAlone("there is one expert, and not every slot is known to select it")
         matcher = BodyMatcher(row_sets, self.sets, self.effects, self.numbers, self.analysis, top_k)
         steps = matcher.match([sink.added for sink in in_order])
         self._check_accumulator_shape(sinks[0], steps[-1], selected)
-        if not all_routed:
+        if not all_routed and not alone:
             self._check_sentinels(steps)
         absorbed = self._absorbed(matcher, sinks, row_sets)
         starts_at_zero = self._check_accumulator_uses(sinks, accumulator)

@@ -46,8 +46,11 @@ def _sorted_columns(emit: Emitter, sliced: SlicedRows) -> tuple[list[fx.Node], f
     if value_of(selected).dim() == 1:
         return [slots], counts
     top_k = _size(emit, selected, 1)
-    column_of = {SLOT: torch.remainder, "token": torch.floor_divide}
-    return [emit.call(column_of[axis], slots, top_k) for axis in sliced.axes], counts
+    columns = [
+        emit.call(torch.remainder, slots, top_k) if axis == SLOT else emit.call(torch.floor_divide, slots, top_k)
+        for axis in sliced.axes
+    ]
+    return columns, counts
 
 
 def _sizes(emit: Emitter, counts: fx.Node, column: fx.Node, sliced: SlicedRows) -> list[fx.Node]:

@@ -33,10 +33,10 @@ class OverlapOffload(PairPass):
     """Move saved tensors to the host, with copies that overlap with compute.
 
     Which: the inputs of checkpointed regions (``options={"offload": "checkpoints"}``, or as few of them as
-    ``memory_budget`` needs), what a selective checkpoint
-    policy marks with ``MUST_CPU_OFFLOAD`` or ``PREFER_CPU_OFFLOAD``, and what the graph copies to the host and back
-    by itself. Counts: ``regions`` found, ``moved`` tensors, ``bytes`` moved in a step (an upper bound with dynamic
-    shapes); with a budget also ``predicted_peak``.
+    ``memory_budget`` needs), what a selective checkpoint policy marks with ``MUST_CPU_OFFLOAD`` or
+    ``PREFER_CPU_OFFLOAD``, and what the graph copies to the host and back by itself. Counts: ``regions`` found,
+    ``moved`` tensors, ``bytes`` moved in a step (an upper bound with dynamic shapes); with a budget also
+    ``predicted_peak``.
 
     Bitwise as long as operators run one by one: a compiler that fuses rounds a tensor that is written out.
     """

@@ -12,7 +12,7 @@ from glue_compiler.fx import bodies
 from glue_compiler.fx.training_pair import TrainingPair
 from glue_compiler.fx.values import source_line, tensors_in, value_of
 from glue_compiler.graph_pass import Skip
-from glue_compiler.passes.overlap_offload.saved_tensors import kept_by_the_caller, regions_started, why_not
+from glue_compiler.passes.overlap_offload.saved_tensors import kept_by_the_caller, memory_of, regions_started, why_not
 
 
 @dataclass(frozen=True)
@@ -34,22 +34,27 @@ def find_round_trips(pair: TrainingPair) -> tuple[list[RoundTrip], list[Skip]]:
     kept = kept_by_the_caller(pair)
     placeholders = {node.name: node for node in pair.backward.graph.find_nodes(op="placeholder")}
     output = pair.forward.graph.output_node()
-    found, skips = [], []
+    found: list[RoundTrip] = []
+    found_memory: set[int] = set()
+    skips = []
     for host in pair.saved:
         source = device_copies.copied_from(host)
         if source is None or source in pair.saved or host in pair.outputs or set(host.users) != {output}:
             continue
         taken = placeholders[host.name]
-        back = tuple(taken_by for taken_by in _copies_of(taken))
+        back = tuple(_copies_of(taken))
         kinds = {(value_of(node).dtype, value_of(node).device) for node in (source, *back)}
         readers = [reader for node in back for reader in node.users]
         if not back or len(kinds) > 1 or value_of(host).dtype != value_of(source).dtype:
             continue
         reason = why_not(source, regions_started(source, readers), pair, kept, readers)
+        if memory_of(source) & found_memory:
+            reason = "another copy of the same memory moves already"
         if reason:
             skips.append(Skip(f"a copy to the host and back stays as it is: {reason}", host.name, source_line(host)))
         else:
             found.append(RoundTrip(source, host, taken, back))
+            found_memory |= memory_of(source)
     return found, skips
 
 

@@ -9,6 +9,7 @@ earlier steps, other graphs, and what an operator takes for itself while it runs
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 
 import torch
 from torch import fx
@@ -18,7 +19,7 @@ from glue_compiler.fx.training_pair import TrainingPair
 from glue_compiler.fx.values import most_bytes, tensors_in, value_of
 from glue_compiler.passes.overlap_offload.plan import Region
 from glue_compiler.passes.overlap_offload.saved_tensors import RegionTensors
-from glue_compiler.passes.overlap_offload.schedule import realised_values
+from glue_compiler.passes.overlap_offload.schedule import is_product, realised_values
 
 
 def predict_memory(
@@ -30,8 +31,8 @@ def predict_memory(
     inputs' first use to the next one's; the first and last ones take what is in front of and behind all regions.
 
     Args:
-        only_realised: values between fused operators are never written to memory, as with Inductor: of intermediate
-            values, only those that products and attention read or write count.
+        only_realised: a compiler fuses what lies between products and attention, as Inductor does: of intermediate
+            values, those count that products or attention read or write, or that are needed on both sides of one.
     """
     inputs = pair.forward.graph.find_nodes(op="placeholder")
     devices = [tensor.device for node in inputs for tensor in tensors_in(value_of(node))]
@@ -52,7 +53,7 @@ def predict_memory(
     if not regions:
         return [], always + max(*ahead, *back)
     ends = [0, *(region.end + 1 for region in regions[:-1]), len(ahead)]
-    starts = [len(back), *(region.first_use for region in regions[1:]), 0]
+    starts = [len(back), *(region.first_use for region in regions[:-1]), 0]
     return [
         Region(
             region.index,
@@ -70,6 +71,8 @@ def _live_bytes(
     """For each place of a graph, the bytes alive there but for the memory of the ``excluded`` nodes."""
     nodes = list(gm.graph.nodes)
     realised = realised_values(gm)
+    # How many products and attentions lie in front of each place.
+    barriers = [0, *accumulate(map(is_product, nodes))]
     excluded = set(excluded)
     last_use: dict[fx.Node, int] = {}
     for place, node in enumerate(nodes):
@@ -77,9 +80,11 @@ def _live_bytes(
     changes = [0] * (len(nodes) + 1)
     for place, node in enumerate(nodes):
         is_memory = storage_root(node) is node and node.name not in excluded
-        if is_memory and (node.op == "placeholder" or node in realised or not only_realised):
+        end = last_use.get(node, place)
+        is_across = place + 1 < len(barriers) and barriers[end] > barriers[place + 1]
+        if is_memory and (node.op == "placeholder" or node in realised or is_across or not only_realised):
             changes[place] += nbytes(node)
-            changes[last_use.get(node, place) + 1] -= nbytes(node)
+            changes[end + 1] -= nbytes(node)
     alive, total = [], 0
     for change in changes[:-1]:
         total += change

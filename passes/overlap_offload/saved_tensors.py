@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from glue_compiler.compat import checkpoint_tags, device_copies, offload_policies
-from glue_compiler.errors import GlueOffloadError
+from glue_compiler.errors import GlueInvariantError, GlueOffloadError
 from glue_compiler.fx.storage_roots import storage_root
 from glue_compiler.fx.training_pair import TrainingPair
 from glue_compiler.fx.values import expression, is_plain, keeps_layout, most_bytes, source_line, storages_of, value_of
@@ -111,7 +111,8 @@ def find_saved_tensors(
             continue
         started = regions_started(saved, [backward[place] for place in taken_uses])
         wish: Wish | None = "copy" if saved in copied else offload_policies.wish_of(saved)
-        if wish is None and started and all_inputs:
+        # Parameters are read by regions too, and each would be a skip.
+        if wish is None and started and all_inputs and not checkpoint_tags.is_graph_input(saved):
             wish = "region"
         if wish is None:
             continue
@@ -121,6 +122,8 @@ def find_saved_tensors(
                 f"CheckpointPolicy.MUST_CPU_OFFLOAD asks for '{saved.name}' ({source_line(saved)}) to wait in host "
                 f"memory, and {reason}. PREFER_CPU_OFFLOAD would leave it where it is."
             )
+        if reason and wish == "copy":
+            raise GlueInvariantError(f"'{saved.name}' was copied to the host by the graph, and now {reason}")
         if reason:
             skips.append(Skip(reason, saved.name, source_line(saved)))
             continue
@@ -167,17 +170,14 @@ def why_not(
         return f"a {type(value).__name__} is not copied as a plain tensor"
     if len(started) > 1:
         return f"the recomputation of {len(started)} regions reads it, so it is needed all through backward"
-    keys = {id(storage_root(saved)), *storages_of(value)}
+    keys = memory_of(saved)
     for key in keys & set(kept):
         if kept[key].op == "placeholder":
             return f"its memory is that of the graph's input '{kept[key].name}', which the caller keeps"
         return f"its memory is returned to the caller as '{kept[key].name}', so moving a copy would free nothing"
     for other in pair.saved:
         # A copy that torch's own offload made of a CPU tensor is recorded on the memory that it copied.
-        if saved not in (other, device_copies.copied_from(other)) and keys & {
-            id(storage_root(other)),
-            *storages_of(value_of(other)),
-        }:
+        if saved not in (other, device_copies.copied_from(other)) and keys & memory_of(other):
             return f"backward also needs '{other.name}', which shares its memory"
     if value.device.type not in ("cuda", "cpu"):
         return f"copies beside compute are written for CUDA devices, not for '{value.device.type}'"
@@ -189,12 +189,17 @@ def why_not(
 
 
 def kept_by_the_caller(pair: TrainingPair) -> Mapping[int, fx.Node]:
-    """Storages, as recorded, and by node id the memory, that stay on the device whatever is moved."""
+    """By :func:`memory_of`, the inputs and outputs that stay on the device whatever is moved."""
     kept: dict[int, fx.Node] = {}
     inputs = pair.forward.graph.find_nodes(op="placeholder")
     for node in (*inputs, *(value for value in pair.outputs if isinstance(value, fx.Node))):
-        kept.update(dict.fromkeys((id(storage_root(node)), *storages_of(value_of(node))), node))
+        kept.update(dict.fromkeys(memory_of(node), node))
     return kept
+
+
+def memory_of(node: fx.Node) -> set[int]:
+    """What tells the memory of a tensor: two that share some have one of these in common."""
+    return {id(storage_root(node)), *storages_of(value_of(node))}
 
 
 def _uses_of_memory(nodes: Sequence[fx.Node]) -> Mapping[fx.Node, list[int]]:

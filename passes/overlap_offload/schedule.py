@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -73,7 +72,7 @@ def schedule_moves(
     realised, realised_backward = realised_values(pair.forward), realised_values(pair.backward)
     order = sorted(reloads, key=lambda reload: reload.region.end)
     starts = [reload.region.end + 1 for reload in order]
-    waits = _offload_waits(starts, [region.end + 1 for region in regions], len(forward) - 1)
+    waits = _offload_waits(starts, [region.end + 1 for region in regions], len(forward) - 1, buffers)
     moves = tuple(
         tuple(
             Move(
@@ -91,7 +90,7 @@ def schedule_moves(
         for reload, wait in zip(order, waits, strict=True)
     )
     alive = [sum(other.start <= one.start <= other.region.last_use for other in reloads) for one in reloads]
-    return Schedule(moves, _in_order(starts, waits, buffers), max(buffers, *alive, 0), tuple(skips))
+    return Schedule(moves, _in_order(len(moves), buffers), max(buffers, *alive, 0), tuple(skips))
 
 
 def _reloads(
@@ -117,26 +116,30 @@ def _reloads(
     return reloads, skips
 
 
-def _offload_waits(starts: Sequence[int], all_ends: Sequence[int], last: int) -> list[int]:
+def _offload_waits(starts: Sequence[int], all_ends: Sequence[int], last: int, buffers: int) -> list[int]:
     """Where each copy to the host is waited for: behind the next region, which hides it. ``last``: the forward's end.
 
-    Waiting later would keep its source alive for longer and, as copies run one by one, gain no time in a long run.
+    Waiting later would keep its source alive for longer and, as copies run one by one, gain no time in a long run. A
+    start that would be one too many under way comes behind an earlier wait.
     """
-    return [min((end for end in all_ends if end > start), default=last) for start in starts]
+    latest = [*starts[buffers:], *[last] * buffers]
+    waits = [min((end for end in all_ends if end > start), default=last) for start in starts]
+    return [min(wait, bound) for wait, bound in zip(waits, latest, strict=False)]
 
 
-def _in_order(starts: Sequence[int], waits: Sequence[int], buffers: int) -> tuple[tuple[Step, int], ...]:
-    """Starts, each followed by the waits that are due, so that at most ``buffers`` copies are under way."""
+def _in_order(count: int, buffers: int) -> tuple[tuple[Step, int], ...]:
+    """The wait that makes room for a start in front of it; where another start has the same place as a wait, behind."""
     steps: list[tuple[Step, int]] = []
-    under_way: deque[int] = deque()
-    for number, start in enumerate(starts):
-        while len(under_way) >= buffers:
-            steps.append(("wait", under_way.popleft()))
+    for number in range(count):
+        if number >= buffers:
+            steps.append(("wait", number - buffers))
         steps.append(("start", number))
-        while under_way and waits[under_way[0]] <= start:
-            steps.append(("wait", under_way.popleft()))
-        under_way.append(number)
-    return (*steps, *(("wait", number) for number in under_way))
+    return (*steps, *(("wait", number) for number in range(max(0, count - buffers), count)))
+
+
+def is_product(node: fx.Node) -> bool:
+    """A matrix product, a convolution or attention: a kernel of its own under any compiler."""
+    return getattr(node.target, "overloadpacket", None) in flop_registry
 
 
 def realised_values(gm: fx.GraphModule) -> set[fx.Node]:
@@ -147,7 +150,7 @@ def realised_values(gm: fx.GraphModule) -> set[fx.Node]:
     """
     found: set[fx.Node] = set()
     for node in gm.graph.nodes:
-        if getattr(node.target, "overloadpacket", None) in flop_registry:
+        if is_product(node):
             found.add(node)
             found.update(map(storage_root, node.all_input_nodes))
     found.update(map(storage_root, gm.graph.output_node().all_input_nodes))

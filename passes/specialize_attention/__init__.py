@@ -21,7 +21,6 @@ class SpecializeAttention(GraphPass):
 
     name: ClassVar[str] = "specialize_attention"
     numerics: ClassVar[Numerics] = Numerics.CLOSE
-    default: ClassVar[bool] = False
 
     def cache_options(self, options: Any) -> Any:
         return (options.compiler, tuple(sorted(options.assume.items())))

@@ -13,6 +13,7 @@ pytest.importorskip("typer")
 from typer.testing import CliRunner
 
 from glue_compiler import registry
+from glue_compiler.cli import main
 from glue_compiler.cli.explain import TargetError, call_of, find
 from glue_compiler.cli.main import app
 from glue_compiler.compat import known_problems
@@ -37,6 +38,18 @@ def needs(x):
     return x
 
 number = 3
+"""
+
+
+OWN_PASS = """
+from glue_compiler.graph_pass import GraphPass, Numerics, PassResult
+
+class Own(GraphPass):
+    name = "my_own_pass"
+    numerics = Numerics.BITWISE
+
+    def run(self, graph, context):
+        return PassResult(changed=False)
 """
 
 
@@ -66,15 +79,15 @@ def module(tmp_path, monkeypatch):
 def test_help_names_every_command():
     result = run("--help")
     assert result.exit_code == 0
-    for command in ("doctor", "explain", "diff", "view"):
+    for command in ("doctor", "explain", "diff", "view", "replay", "bisect"):
         assert command in result.output
         assert run(command, "--help").exit_code == 0
 
 
 def test_without_its_libraries_the_command_says_what_to_install():
     script = (
-        "import sys; sys.modules['typer'] = None; from glue_compiler.cli import main\n"
-        "sys.argv = ['glue', 'doctor']; main()"
+        "import sys; sys.modules['typer'] = None; from glue_compiler.cli import entry_point\n"
+        "sys.argv = ['glue', 'doctor']; entry_point()"
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert result.returncode == 1
@@ -82,7 +95,10 @@ def test_without_its_libraries_the_command_says_what_to_install():
 
 
 def test_an_error_of_glue_is_one_message_without_a_traceback(tmp_path):
-    script = f"import sys; from glue_compiler.cli import main; sys.argv = ['glue', 'view', {str(tmp_path)!r}]; main()"
+    script = (
+        "import sys; from glue_compiler.cli import entry_point\n"
+        f"sys.argv = ['glue', 'view', {str(tmp_path)!r}]; entry_point()"
+    )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert result.returncode == 2
     assert "DumpError" in result.stderr
@@ -129,6 +145,17 @@ def test_doctor_fails_on_a_wrong_variable(monkeypatch):
     result = run("doctor")
     assert result.exit_code == 1
     assert "hoist_metadata" in result.output
+
+
+def test_doctor_shows_passes_of_the_users_own(module, tmp_path, monkeypatch):
+    (tmp_path / "of_the_user.py").write_text(OWN_PASS)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("GLUE_EXTRA_PASSES", "of_the_user:Own")
+    assert "my_own_pass" in run("doctor").output
+    monkeypatch.setenv("GLUE_EXTRA_PASSES", "of_the_user:Onw")
+    result = run("doctor")
+    assert result.exit_code == 1
+    assert "Onw" in result.output
 
 
 def test_known_problems_are_those_of_this_torch(monkeypatch):
@@ -188,6 +215,30 @@ def test_a_returned_call_is_explained(returned, call):
     assert call_of(lambda: returned) == call
 
 
+# -- replay and bisect
+
+
+def test_replay_runs_a_dumped_graph_against_the_one_before(dump):
+    result = run("replay", str(dump / "graph_000" / "01_hoist_metadata.after.py"))
+    assert result.exit_code == 0
+    assert "after.py" in result.output
+
+
+def test_replay_of_what_is_not_there_is_a_mistake(tmp_path):
+    assert run("replay", str(tmp_path / "nothing.py")).exit_code == 2
+
+
+def test_bisect_takes_the_whole_command_after_two_dashes(monkeypatch, tmp_path):
+    calls = []
+    monkeypatch.setattr(main, "run_bisect", lambda command, **rest: calls.append((command, rest)) or 2)
+    result = run(
+        "bisect", "--metric", r"loss (\S+)", "--folder", str(tmp_path), "--", "python", "t.py", "--metric", "x"
+    )
+    assert result.exit_code == 2
+    expected = {"metric": r"loss (\S+)", "tolerance": 0.0, "folder": tmp_path}
+    assert calls == [(["python", "t.py", "--metric", "x"], expected)]
+
+
 # -- diff and view
 
 
@@ -231,6 +282,11 @@ def test_view_writes_one_page_that_loads_nothing(dump):
     for fetching in ("src=", "@import", "url(", '<link rel="stylesheet', "fetch("):
         assert fetching not in page
     assert "default-src 'none'" in page
+
+
+def test_a_prediction_needs_both_rates(dump):
+    assert run("view", str(dump), "--teraflops", "100").exit_code == 2
+    assert run("view", str(dump), "--teraflops", "100", "--link", "50").exit_code == 0
 
 
 def test_a_page_survives_code_that_looks_like_html(tmp_path):

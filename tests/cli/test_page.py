@@ -13,6 +13,7 @@ pytest.importorskip("typer")
 
 from glue_compiler.report.page import render_page
 from glue_compiler.report.page_data import page_data
+from glue_compiler.report.predicted_step import Rates
 from glue_compiler.report.recorded import read_folder
 from tests.passes.overlap_offload.models import Blocks, step
 
@@ -48,7 +49,7 @@ def page_file(tmp_path_factory):
         step(torch.compile(model, backend="glue", options=options), model, torch.randn(4, 8), torch.arange(4) % 2)
         torch._dynamo.reset()
     target = folder / "view.html"
-    target.write_text(render_page(page_data(read_folder(folder))), encoding="utf-8")
+    target.write_text(render_page(page_data(read_folder(folder), Rates(1e6, 1e3))), encoding="utf-8")
     return target
 
 
@@ -190,6 +191,14 @@ def test_the_streams_of_checkpoint_offload_lead_to_their_nodes(page):
     copies.first.focus()
     page.keyboard.press("Enter")
     assert "offload_start" in selected(page)
+
+
+def test_the_streams_in_time_show_where_compute_waits(page):
+    page.click("nav button:has-text('overlap_offload')")
+    page.click("#tab-predicted")
+    assert "Predicted at 1e-06 TFLOP/s" in page.inner_text("#panel")
+    assert page.locator('rect[aria-label^="copy to host"]').count() == 3
+    assert page.locator("rect.waits").count() > 0
 
 
 def test_the_keys_are_told(page):

@@ -125,3 +125,49 @@ def test_looking_adds_no_symbols_that_somebody_must_bind():
     for node in run.graph.graph.nodes:
         analysis.of(run.graph, node)
     assert not analysis.fake_mode.shape_env.pending_fresh_unbacked_symbols
+
+
+def runs_of(fn, *args, monkeypatch):
+    """How often calls of the graph of ``fn`` were run on fake tensors, and the effects of each."""
+    run = compile_with_glue(fn, eager=True, passes={"hoist_metadata": False})
+    run.call(*args)
+    ran = []
+    original = EffectAnalysis._run
+    monkeypatch.setattr(EffectAnalysis, "_run", lambda self, node, t: ran.append(node) or original(self, node, t))
+    analysis = EffectAnalysis.for_graph(run.graph)
+    return ran, {node: analysis.of(run.graph, node) for node in run.graph.graph.nodes}
+
+
+def test_pure_calls_on_rows_of_another_number_are_run_once(monkeypatch):
+    def fn(x, weight):
+        rows = [x[torch.nonzero(x[:, i])[:, 0]] for i in range(4)]
+        return [torch.nn.functional.linear(each, weight[i]) for i, each in enumerate(rows)]
+
+    ran, effects = runs_of(fn, torch.ones(5, 4), torch.ones(4, 3, 4), monkeypatch=monkeypatch)
+    assert sum("linear" in str(node.target) for node in ran) == 1
+    linears = [found for node, found in effects.items() if "linear" in str(node.target)]
+    assert [found.kind for found in linears] == [Kind.PURE] * 4
+
+
+def test_calls_that_write_are_each_run(monkeypatch):
+    """Which memory a call writes is read from its own operands."""
+
+    def fn(x):
+        rows = [x[torch.nonzero(x[:, i])[:, 0]] for i in range(2)]
+        return [each.mul_(2) for each in rows]
+
+    ran, effects = runs_of(fn, torch.ones(5, 4), monkeypatch=monkeypatch)
+    writes = [found.writes for node, found in effects.items() if node.target == "mul_"]
+    assert len(writes) == 2
+    assert writes[0] != writes[1]
+    assert sum(node.target == "mul_" for node in ran) == 2
+
+
+def test_other_equalities_of_sizes_are_another_call(monkeypatch):
+    def fn(x):
+        first, second = (torch.nonzero(x[:, i])[:, 0] for i in range(2))
+        grid = x.new_ones(first.shape[0], second.shape[0]), x.new_ones(first.shape[0], first.shape[0])
+        return [each.relu() for each in grid]
+
+    ran, _ = runs_of(fn, torch.ones(5, 4), monkeypatch=monkeypatch)
+    assert sum(node.target == "relu" for node in ran) == 2

@@ -7,7 +7,15 @@ from glue_compiler.ops.attention_costs import MEASURED, pays
 
 @pytest.mark.parametrize(
     ("length", "layers", "expected"),
-    [(8192, 1, True), (1024, 1, True), (256, 1, False), (256, 2, True), (255, 100, False), (None, 1, True)],
+    [
+        (8192, 1, True),
+        (512, 1, True),
+        (511, 1, False),
+        (256, 1, False),
+        (256, 2, True),
+        (255, 100, False),
+        (None, 1, True),
+    ],
 )
 def test_long_rows_and_many_layers_pay(length, layers, expected):
     assert pays((9, 0), length, layers) == expected

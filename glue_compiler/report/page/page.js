@@ -44,6 +44,7 @@ function viewsOf() {
   if (current.changed) views.push(["diff", "before and after"]);
   if (current.prologue.length) views.push(["prologue", "once per batch"]);
   if (current.timeline) views.push(["timeline", "streams"]);
+  if (current.predicted) views.push(["predicted", "streams in time"]);
   if (current.rewrites.length) views.push(["rewrites", `single rewrites (${current.rewrites.length})`]);
   views.push(["skips", `left alone (${current.skips.length})`]);
   views.push(["syncs", `host syncs (${graph().syncs.length})`]);
@@ -139,6 +140,7 @@ function renderPanel() {
   else if (state.view === "prologue") showRows(rowsOfGraphs(pass().prologue));
   else if (state.view === "result") showRows(rowsOfGraphs(graph().final));
   else if (state.view === "timeline") showTimeline(pass().timeline);
+  else if (state.view === "predicted") showTimeline(pass().predicted);
   else if (state.view === "rewrites") showRewrites();
   else if (state.view === "skips") showSkips();
   else showSyncs();
@@ -413,7 +415,7 @@ function showTimeline(timeline) {
   const width = Math.max(900, $("panel").clientWidth - 30);
   const scale = (width - left - right) / timeline.length;
   const streams = [
-    ["compute", [timeline.compute]],
+    ["compute", [[...timeline.compute, ...(timeline.waits ?? [])]]],
     ["copy to host", lanesOf(timeline.to_host)],
     ["copy from host", lanesOf(timeline.from_host)],
   ];
@@ -432,11 +434,13 @@ function showTimeline(timeline) {
         const at = left + start * scale;
         const long = Math.max(1.5, (end - start) * scale);
         const go = () => goTo({ view: "diff" }, node, graphName);
+        const waits = timeline.waits?.some((wait) => wait[0] === start && wait[4] === node && wait[2] === label);
+        const when = timeline.unit ? `${start.toPrecision(3)} to ${end.toPrecision(3)} ms` : `operators ${start} to ${end}`;
         const bar = drawn("rect", {
-          class: "bar", x: at, y: top, width: long, height: lane, tabindex: 0, role: "button",
-          fill: name === "compute" ? colour(label) : "var(--copy)",
-          "aria-label": `${name}: ${label}, operators ${start} to ${end}`,
-        }, drawn("title", {}, `${name}: ${label}\n${node}, operators ${start} to ${end}`));
+          class: waits ? "bar waits" : "bar", x: at, y: top, width: long, height: lane, tabindex: 0, role: "button",
+          fill: waits ? "transparent" : name === "compute" ? colour(label) : "var(--copy)",
+          "aria-label": `${name}: ${label}, ${when}`,
+        }, drawn("title", {}, `${name}: ${label}\n${node}, ${when}`));
         bar.addEventListener("click", go);
         bar.addEventListener("keydown", (event) => { if (event.key === "Enter") go(); });
         svg.append(bar);
@@ -447,7 +451,7 @@ function showTimeline(timeline) {
     }
     top += 8;
   }
-  const note = "Left to right: the order in which the host issues the work of one step, counted in operators, not in time. "
+  const note = timeline.note ?? "Left to right: the order in which the host issues the work of one step, counted in operators, not in time. "
     + "A copy's bar goes from its start to the wait for it; what the compute stream does meanwhile is above it.";
   $("panel").replaceChildren(element("p", { class: "list muted" }, note), svg);
 }
@@ -505,7 +509,7 @@ $("layer").addEventListener("change", () => { state.layer = $("layer").value; st
 $("only-changes").addEventListener("change", () => { state.onlyChanges = $("only-changes").checked; state.selected = -1; renderPanel(); });
 $("help-button").addEventListener("click", () => $("help").showModal());
 $("panel").addEventListener("scroll", drawRows, { passive: true });
-addEventListener("resize", () => (state.view === "timeline" ? renderPanel() : drawRows()));
+addEventListener("resize", () => (["timeline", "predicted"].includes(state.view) ? renderPanel() : drawRows()));
 
 // -- start
 

@@ -60,9 +60,9 @@ def _pieces_by(selected, counts, x, gate_up):
     return torch.cat(outputs)
 
 
-def slots_of_two_tokens_in_a_row(x, logits, gate_up, down):
+def slots_of_several_tokens_in_a_row(x, logits, gate_up, down):
     """Each token names an expert once; two of them may name the same one."""
-    selected = torch.topk(logits, 2, dim=-1)[1][:8].view(-1, 4)
+    selected = torch.topk(logits, 2, dim=-1)[1].view(2, 11)
     return _pieces_by(selected, scattered_counts(selected, EXPERTS), x, gate_up)
 
 
@@ -70,6 +70,12 @@ def counts_in_half_precision(x, logits, gate_up, down):
     """bf16 has no 257."""
     selected = torch.topk(logits, 2, dim=-1)[1]
     counts = torch.zeros_like(logits, dtype=torch.bfloat16).scatter(1, selected, 1).sum(0).long()
+    return _pieces_by(selected, counts, x, gate_up)
+
+
+def classes_counted_in_half_precision(x, logits, gate_up, down):
+    selected = torch.topk(logits, 2, dim=-1)[1]
+    counts = F.one_hot(selected.flatten(), EXPERTS).to(torch.bfloat16).sum(0).long()
     return _pieces_by(selected, counts, x, gate_up)
 
 
@@ -182,7 +188,8 @@ NEAR_MISSES = {
     pieces_that_overlap: "not consecutive|are not the items of one vector",
     sizes_in_another_order: "are not the items of one vector, in order",
     counts_of_unknown_origin: "not known to be counts of the rows",
-    slots_of_two_tokens_in_a_row: "may end before the rows do",
+    slots_of_several_tokens_in_a_row: "may end before the rows do",
+    classes_counted_in_half_precision: "not known to be counts of the rows",
     counts_in_half_precision: "not known to be counts of the rows",
     counts_that_may_be_fewer: "may end before the rows do",
     counts_written_before_they_are_counted: "not known to be counts of the rows",

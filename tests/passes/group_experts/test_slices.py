@@ -61,6 +61,39 @@ class Twice(Layer):
         return super().forward(super().forward(x, selected, weights), selected, weights)
 
 
+def row_by_row():
+    return nn.ModuleList(
+        nn.Sequential(nn.Linear(WIDTH, 3 + i, dtype=torch.float64), nn.SiLU(), nn.Linear(3 + i, WIDTH).double())
+        for i in range(EXPERTS)
+    )
+
+
+class SkipsTheEmpty(Layer):
+    def __init__(self, experts):
+        super().__init__()
+        self.experts = experts
+
+    def forward(self, x, selected, weights):
+        out = torch.zeros_like(x)
+        mask = F.one_hot(selected, num_classes=EXPERTS).permute(2, 1, 0)
+        for e in range(EXPERTS):
+            slot, token = torch.where(mask[e])
+            if token.numel() == 0:
+                continue
+            out.index_add_(0, token, self.experts[e](x[token]) * weights[token, slot, None])
+        return out
+
+
+class VisitsHits(SkipsTheEmpty):
+    def forward(self, x, selected, weights):
+        out = torch.zeros_like(x)
+        mask = F.one_hot(selected, num_classes=EXPERTS).permute(2, 1, 0)
+        for hit in torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero():
+            slot, token = torch.where(mask[hit].squeeze(0))
+            out.index_add_(0, token, self.experts[hit](x[token]) * weights[token, slot, None])
+        return out
+
+
 def assert_same_bits(model, call, selected):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(selected.shape[0], WIDTH, dtype=torch.float64, generator=generator).requires_grad_()
@@ -132,3 +165,31 @@ def test_inductor_takes_the_graph():
     with torch.no_grad():
         torch.testing.assert_close(run.call(x, selected, weights), model(x, selected, weights))
     assert_sliced(run)
+
+
+@pytest.mark.parametrize("kind", [SkipsTheEmpty, VisitsHits])
+def test_code_that_only_runs_for_experts_with_rows(kind):
+    """Proved for each expert by itself: its body is row by row."""
+    model = kind(row_by_row())
+    run = compile_with_glue(model, passes={"group_experts": True})
+    selected = torch.tensor([[0, 2], [2, 3], [0, 3]])  # in eager, no gradient for an expert without rows
+    x = torch.randn(3, WIDTH, dtype=torch.float64, requires_grad=True)
+    weights = torch.rand(3, 2, dtype=torch.float64, requires_grad=True)
+    results = []
+    for call in (model, run.call):
+        model.zero_grad()
+        found = result_and_gradients(lambda a, b, call=call: call(a, selected, b), [x, weights])
+        results.append(found + [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()])
+    for want, got in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+    assert_sliced(run)
+
+
+def test_a_body_that_mixes_rows_is_not_run_without_any():
+    """A mean over no rows is not a number, and its gradient would reach what experts share."""
+    model = SkipsTheEmpty(unlike_experts())
+    run = compile_with_glue(model, fullgraph=False, passes={"group_experts": True})
+    selected = torch.tensor([[0, 1], [1, 3]])
+    x, weights = torch.randn(2, WIDTH, dtype=torch.float64), torch.rand(2, 2, dtype=torch.float64)
+    torch.testing.assert_close(run.call(x, selected, weights), model(x, selected, weights))
+    assert run.session.capture_events[0].retried

@@ -32,6 +32,9 @@ def pair_of(forward, backward, num_outputs=1, device="cuda"):
         returned = ahead.graph.output_node().args[0]
         saved = returned[num_outputs:]
         back = make_fx(backward)(*[node.meta["val"] for node in saved], torch.empty(4, 8, device=device))
+    for other in back.graph.nodes:
+        if other.name in {node.name for node in saved}:
+            other._rename(f"{other.name}_of_backward")
     for node, placeholder in zip(saved, back.graph.find_nodes(op="placeholder"), strict=False):
         placeholder.name = node.name
         placeholder.target = node.name
@@ -137,7 +140,17 @@ def test_one_round_trip_is_found():
 
 def test_a_copy_that_comes_back_in_another_dtype_stays():
     assert find(one, lambda a, tangent: (tangent * to(a, "cuda", dtype=torch.float64),)) == ([], [])
-    assert find(lambda x, w: (x, to(torch.mm(x, w), "cpu", dtype=torch.bfloat16)), one_back) == ([], [])
+    narrowed = lambda x, w: (x, to(torch.mm(x, w), "cpu", dtype=torch.bfloat16))  # noqa: E731
+    assert find(narrowed, one_back) == ([], [])
+    assert find(narrowed, lambda a, tangent: (tangent * to(a, "cuda", dtype=torch.float32),)) == ([], [])
+
+
+def test_a_copy_of_what_is_saved_beside_it_stays():
+    def both(x, w):
+        a = torch.mm(x, w)
+        return x.sin(), to(a, "cpu"), a
+
+    assert find(both, lambda host, a, tangent: (to(host, "cuda") * a,)) == ([], [])
 
 
 def test_a_host_tensor_that_compute_on_the_host_reads_stays():
@@ -172,6 +185,70 @@ def test_a_copy_of_what_the_caller_keeps_stays_with_a_skip():
         assert not result.changed
         assert reason in result.skips[0].reason
         assert (targets(pair.forward), targets(pair.backward)) == before
+
+
+def test_a_copy_of_what_could_not_be_copied_stays_with_a_skip():
+    def shared(x, w):
+        a = torch.mm(x, w)
+        return a.sin(), to(a, "cpu"), a.view(32)
+
+    def with_gaps(x, w):
+        return x.sin(), to(aten.slice(torch.mm(x, w), 1, 0, 8, 2), "cpu")
+
+    def behind_an_offset(x, w):
+        return x.sin(), to(aten.slice(torch.mm(x, w), 0, 1), "cpu")
+
+    def by_offsets(a, tangent):
+        return (torch.as_strided(to(a, "cuda"), (3, 8), (8, 1), 0).sin(),)
+
+    for ahead, back, reason in (
+        (shared, lambda a, flat, tangent: (tangent * to(a, "cuda"), flat.sin()), "shares its memory"),
+        (with_gaps, lambda a, tangent: (to(a, "cuda").sin(),), "do not lie next to each other"),
+        (behind_an_offset, by_offsets, "by absolute offsets"),
+    ):
+        result = run_pass(pair_of(ahead, back))
+        assert not result.changed
+        assert reason in result.skips[0].reason
+    # The near misses: an offset that nobody reads by, and offsets from the start of the memory.
+    assert run_pass(pair_of(behind_an_offset, lambda a, tangent: (to(a, "cuda").sin(),))).changed
+    assert run_pass(pair_of(one, lambda a, tangent: (torch.as_strided(to(a, "cuda"), (4, 8), (8, 1), 0),))).changed
+
+
+def test_of_two_copies_of_one_memory_one_moves():
+    def twice(x, w):
+        a = torch.mm(x, w)
+        return x.sin(), to(a, "cpu"), to(a.t(), "cpu")
+
+    pair = pair_of(twice, lambda a, b, tangent: (to(a, "cuda").sin(), to(b, "cuda").cos()))
+    result = run_pass(pair)
+    check_pair(pair)
+    assert result.counts["moved"] == 1
+    assert "another copy of the same memory" in result.skips[0].reason
+
+
+def test_devices_without_streams_of_ours_are_left_alone():
+    def back(a, tangent):
+        return (tangent * to(a, "xpu"),)
+
+    result = run_pass(pair_of(one, back, device="xpu"))
+    assert not result.changed
+    assert "not for 'xpu'" in result.skips[0].reason
+
+
+def test_tensors_that_must_move_and_are_needed_together_are_all_there_at_once():
+    def ahead(x, w):
+        a, b, c = torch.mm(x, w), torch.mm(x.sin(), w), torch.mm(x.cos(), w)
+        # All three are read for the last time at one place.
+        return torch.cat((a, b, c)), to(a, "cpu"), to(b, "cpu"), to(c, "cpu")
+
+    def together(a, b, c, tangent):
+        a, b, c = (to(t, "cuda") for t in (a, b, c))
+        first = torch.mm(a, b.t())
+        return (torch.mm(first, c) * tangent, torch.mm(first, a), torch.mm(first, b), torch.mm(first, c))
+
+    pair = pair_of(ahead, together)
+    assert run_pass(pair).counts["moved"] == 3
+    check_pair(pair)
 
 
 def test_captured_graphs_with_copies_to_the_host_are_told_from_others():

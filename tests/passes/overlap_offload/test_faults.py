@@ -186,6 +186,58 @@ def test_the_limit_on_pinned_memory_holds():
     assert pool.pinned_bytes() == 32
 
 
+def test_page_locked_bytes_count_as_the_allocator_rounds_them():
+    pool = PinnedPool(lambda nbytes, pinned: torch.empty(nbytes, dtype=torch.uint8))
+    block = pool.take(torch.empty(160, dtype=torch.uint8), pinned=True, limit=256)
+    assert (pool.held_bytes(), pool.pinned_bytes()) == (160, 256)
+    with pytest.warns(GlueWarning, match="limit of 511 bytes"):
+        other = pool.take(torch.empty(160, dtype=torch.uint8), pinned=True, limit=511)
+    assert block.data_ptr() != other.data_ptr()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_without_page_locked_memory_a_step_on_a_gpu_is_the_same(monkeypatch, compiler):
+    model, x = Blocks(4).cuda(), X.cuda()
+    call = compile_with_glue(model, offload="checkpoints", compiler=compiler).call
+    expected = step(call, model, x)
+
+    def refuse(nbytes, pinned):
+        if pinned:
+            raise RuntimeError("cannot lock pages")
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    monkeypatch.setattr(copy_engine.engine, "pool", PinnedPool(refuse))
+    with pytest.warns(GlueWarning, match="cannot lock pages"):
+        assert equal(step(call, model, x), expected)
+    assert equal(step(call, model, x), expected)
+
+
+@pytest.mark.gpu
+def test_a_step_on_a_gpu_while_another_stream_is_current():
+    model, x = Blocks(4).cuda(), X.cuda()
+    expected = step(compile_with_glue(model).call, model, x)
+    torch._dynamo.reset()
+    call = compile_with_glue(model, offload="checkpoints").call
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(5):
+            assert equal(step(call, model, x), expected)
+    torch.cuda.synchronize()
+
+
+@pytest.mark.gpu
+def test_hooks_on_saved_tensors_around_an_offloaded_graph_on_a_gpu():
+    model, x = Blocks(4).cuda(), X.cuda()
+    expected = step(compile_with_glue(model).call, model, x)
+    torch._dynamo.reset()
+    call = compile_with_glue(model, offload="checkpoints").call
+    with torch.autograd.graph.save_on_cpu(pin_memory=True):
+        for _ in range(5):
+            assert equal(step(call, model, x), expected)
+
+
 def test_a_view_keeps_its_block_in_use():
     pool = PinnedPool()
     view = pool.take(X, pinned=False)[1:].view(torch.uint8)

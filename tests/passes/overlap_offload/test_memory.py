@@ -10,8 +10,10 @@ import torch
 from glue_compiler.errors import GlueWarning
 from glue_compiler.fx.storage_roots import storage_root
 from glue_compiler.passes import overlap_offload
+from glue_compiler.passes.overlap_offload.copies import find_round_trips, save_sources
 from glue_compiler.passes.overlap_offload.memory import predict_memory
 from glue_compiler.passes.overlap_offload.plan import plan_offload, worst_peak
+from glue_compiler.passes.overlap_offload.saved_tensors import find_saved_tensors
 from glue_compiler.passes.overlap_offload.simulator import Region
 from tests.captured import compile_with_glue
 from tests.passes.overlap_offload.models import Blocks, equal, step
@@ -88,6 +90,26 @@ def test_a_step_is_counted_by_hand():
     assert predict_memory(pair, [], None, only_realised=False) == ([], inputs + 4 * FLOATS)
     # The sine and the cosine stay inside of a kernel; at the second product: a, the operand, the result.
     assert predict_memory(pair, [], None, only_realised=True) == ([], inputs + 3 * FLOATS)
+
+
+def test_what_lies_between_two_uses_of_inputs_belongs_to_the_region_in_between():
+    def ahead(x, w):
+        a = torch.mm(x, w)
+        b = torch.mm(a.sin(), w)
+        return b.sin(), to(a, "cpu"), to(b, "cpu"), w
+
+    def back(a, b, w, tangent):
+        tangent = torch.mm(tangent * to(b, "cuda"), w)
+        wide = torch.cat([tangent] * 10)  # in b's backward, behind its use and in front of a's
+        tangent = tangent + wide.sum(0)
+        return (torch.mm(tangent * to(a, "cuda"), w),)
+
+    pair = pair_of(ahead, back)
+    trips, _ = find_round_trips(pair)
+    save_sources(pair, trips)
+    regions, _ = find_saved_tensors(pair, None, all_inputs=False, copied=[trip.source for trip in trips])
+    sizes, _ = predict_memory(pair, regions, None, only_realised=False)
+    assert [region.backward_base >= 10 * FLOATS for region in sizes] == [False, True]
 
 
 def test_elements_of_one_operators_result_are_memory_of_their_own_and_pieces_of_a_split_are_not():

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from glue_compiler.compat.partition import EditedPartition
 from glue_compiler.errors import GlueOptionError
 from glue_compiler.fx.values import keeps_layout
 from tests.captured import compile_with_glue
@@ -25,6 +28,7 @@ def test_all_inputs_but_the_last_regions_move_and_no_bit_changes():
     without, result, report = run_both(Blocks(5), torch.randn(4, 8))
     assert report.name == "overlap_offload"
     assert report.counts == {"regions": 5, "moved": 4, "bytes": 4 * 4 * 8 * 4}
+    assert report.skips == ()
     assert equal(without, result)
 
 
@@ -127,6 +131,21 @@ def test_cuda_graphs_are_refused_with_a_reason():
     report = run.report.passes[-1]
     assert not report.changed
     assert "CUDA graphs" in report.skips[0].reason
+
+
+def test_cuda_graphs_that_inductors_config_asks_for_are_refused_too():
+    model = Blocks(3)
+    with torch._inductor.config.patch({"triton.cudagraphs": True}):
+        run = compile_with_glue(model, offload="checkpoints")
+        step(run.call, model, torch.randn(4, 8))
+    assert "CUDA graphs" in run.report.passes[-1].skips[0].reason
+
+
+def test_a_partitioner_that_lost_its_edit_partitions_nothing():
+    copied = pickle.loads(pickle.dumps(EditedPartition(b"key", lambda *_: None)))
+    assert copied.uuid() == b"key"
+    with pytest.raises(RuntimeError, match="partitions nothing"):
+        copied(torch.fx.GraphModule({}, torch.fx.Graph()), [], num_fwd_outputs=1)
 
 
 def test_a_violation_restores_both_graphs(monkeypatch):

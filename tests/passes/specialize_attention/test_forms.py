@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import glue_compiler.ops  # noqa: F401  registers torch.ops.glue
-from tests.captured import compile_with_glue, count, result_and_gradients
+from glue_compiler.testing import compile_and_keep
+from tests.captured import count, result_and_gradients
 from tests.passes.specialize_attention.attention import (
     LENGTH,
     POSITIONS,
@@ -296,10 +297,10 @@ def test_unknown_numbers_of_equal_heads_do_not_matter(make_mask):
     assert len(run.graphs) == 1
 
 
-def test_off_by_default():
+def test_on_by_default():
     def fn(query, key, value):
         return F.scaled_dot_product_attention(query, key, value, attn_mask=causal())
 
-    run = compile_with_glue(fn, eager=True)
+    run = compile_and_keep(fn, eager=True)
     run.call(*inputs())
-    assert [p.name for p in run.report.passes] == ["hoist_metadata"]
+    assert counts(run) == {"causal": 1}

@@ -9,6 +9,11 @@ from tests.passes.specialize_attention.attention import counts, specialized
 pytestmark = pytest.mark.gpu
 
 
+@pytest.fixture(autouse=True)
+def short_rows_too(monkeypatch):
+    monkeypatch.setattr("glue_compiler.passes.specialize_attention.analysis.pays", lambda *_: True)
+
+
 def documents(starts, window):
     token = torch.arange(starts.shape[1], device=starts.device)
     ids = starts.cumsum(-1)
@@ -64,12 +69,19 @@ def test_lengths_that_change_do_not_recompile_or_sync():
 
 
 def test_dynamic_rows_and_lengths():
-    run = specialized(lambda q, k, v, s: dense(q, k, v, s, 4096), eager=False, compiler="inductor", dynamic=True)
+    def fn(x, starts):
+        query, key, value = x.unflatten(-1, (3, 4, 64)).permute(2, 0, 3, 1, 4).unbind()
+        return dense(query, key, value, starts, 4096)
+
+    run = specialized(fn, eager=False, compiler="inductor")
     for rows, length in ((2, 300), (3, 500)):
         starts = torch.rand(rows, length, device="cuda") < 0.01
-        tensors = [torch.randn(rows, 2, length, 64, dtype=torch.bfloat16, device="cuda") for _ in range(3)]
-        exact = dense(*(tensor.double() for tensor in tensors), starts, 4096)
-        assert (run.call(*tensors, starts).double() - exact).norm() / exact.norm() < 1e-2
+        x = torch.randn(rows, length, 3 * 4 * 64, dtype=torch.bfloat16, device="cuda")
+        exact = fn(x.double(), starts)
+        for tensor in (x, starts):
+            torch._dynamo.mark_dynamic(tensor, 0)
+            torch._dynamo.mark_dynamic(tensor, 1)
+        assert (run.call(x, starts).double() - exact).norm() / exact.norm() < 1e-2
     assert len(run.graphs) == 1
     assert counts(run) == {"packed": 1}
 
