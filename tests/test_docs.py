@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from glue_compiler import options, registry
 from glue_compiler.compat.known_problems import KNOWN_PROBLEMS
 from glue_compiler.compat.versions import NEWEST_TORCH, OLDEST_TORCH
 from glue_compiler.options import GlueOptions
 from glue_compiler.report.environment import pass_states
-from glue_compiler.testing import assert_equivalent, assert_rewritten, capture, run_pass
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
@@ -96,17 +94,6 @@ def test_the_tests_of_the_page_about_testing_pass():
     assert len(tests) == 2
     for test in tests:
         test()
-
-
-def test_the_pass_of_the_page_about_own_passes_works(tmp_path, monkeypatch):
-    block = re.findall(r"```python\n(.*?)```", (ROOT / "docs/own_pass.md").read_text(), re.DOTALL)[0]
-    (tmp_path / "passes_of_the_page.py").write_text(block)
-    monkeypatch.syspath_prepend(tmp_path)
-    (graph,) = capture(lambda x: x.float() + x.double().float(), torch.ones(2))
-    result = run_pass(graph, "passes_of_the_page:DropFloatCasts")
-    assert_rewritten(result, times=1)
-    assert result.skip_reasons == ["it changes the dtype"]
-    assert_equivalent(result.before, result.after, [torch.ones(2)])
 
 
 # mkdocs checks the links between pages of docs/; README.md and links out of docs/ are outside of its site.
