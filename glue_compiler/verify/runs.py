@@ -83,7 +83,9 @@ def _version(argument: Any) -> int:
 def _directions(ends: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Random gradients: a constant loss, such as the mean of a normalised tensor, has gradients of pure noise."""
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(end.shape, generator=generator).to(end.device, end.dtype) for end in ends]
+    # In fp32, whatever the default is: an fp64 run must get the same ones.
+    drawn = [torch.randn(end.shape, generator=generator, dtype=torch.float32) for end in ends]
+    return [direction.to(end.device, end.dtype) for direction, end in zip(drawn, ends, strict=True)]
 
 
 @contextmanager

@@ -212,6 +212,15 @@ def test_a_wrong_rewrite_of_the_backward_graph(tmp_path):
     assert "output 1: differs" in result.stdout
 
 
+class DropNegationsLoosely(DropNegations):
+    name, numerics = "drop_negations_loosely", Numerics.CLOSE
+
+
+def test_a_wrong_gradient_is_no_rounding():
+    """The fp64 reference gets the same random directions as the graphs that it judges."""
+    assert "against fp64 is" in failure(cosine, DropNegationsLoosely)
+
+
 def test_without_a_dump_the_files_go_to_a_temporary_folder():
     message = failure(model, RenameFunctions)
     folder = Path(re.search(r"glue replay (\S+)\.", message)[1])
