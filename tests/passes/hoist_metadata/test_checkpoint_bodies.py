@@ -256,7 +256,7 @@ def test_the_policy_of_a_selective_checkpoint_stays():
     run = compile_with_glue(model)
     seen = []
 
-    def keep_meta(gm, inputs, options, uuid, edit_pair):
+    def keep_meta(gm, inputs, options, uuid, *edit_pair):
         seen.extend("_checkpoint_context_fn" in body.meta for body in bodies.graph_modules(gm) if body is not gm)
         return gm.forward
 
