@@ -51,8 +51,8 @@ KNOWN_PROBLEMS = (
     KnownProblem(
         OLDEST_TORCH,
         NEWEST_TORCH,
-        "torch's own minifier writes scripts without glue's passes.",
-        "It cannot reproduce a fault of a pass: use the dump's graph files.",
+        "torch's minifier behind AOTAutograd writes scripts without glue's passes.",
+        "A pass that raises: GLUE_STRICT=1 TORCHDYNAMO_REPRO_AFTER=dynamo; one that computes wrongly: glue bisect.",
     ),
 )
 
