@@ -106,9 +106,14 @@ class _Run:
     code: int
     metric: float | None
 
+    @property
+    def dumps(self) -> tuple[Path, Path]:
+        """Where the program's dump may be: a distributed program has a folder for each rank."""
+        return self.folder, self.folder / "rank_0"
+
     def passes(self) -> list[tuple[int, Mapping[str, Any]]]:
         """(graph, entry in the summary) of each pass over each graph, in order."""
-        for place in (self.folder, self.folder / "rank_0"):
+        for place in self.dumps:
             if (place / "summary.json").exists():
                 summary = json.loads((place / "summary.json").read_text())
                 return [(graph["id"], entry) for graph in summary["graphs"] for entry in graph["passes"]]
@@ -129,7 +134,7 @@ class _Run:
 
     def text(self, graph: int, pass_name: str, *moments: str) -> str | None:
         """The graph as the pass left it (or found it)."""
-        for place in (self.folder, self.folder / "rank_0"):
+        for place in self.dumps:
             for moment in moments:
                 for file in sorted((place / f"graph_{graph:03d}").glob(f"*_{pass_name}.{moment}.py")):
                     return file.read_text()
@@ -220,7 +225,7 @@ class _Bisection:
     def _save_inputs(self, off: tuple[str, ...], number: int, graph: int, replay: Path) -> None:
         """The inputs of a call that verification finds wrong, if it does, are better than random ones."""
         run = self._probe("verified", off, number, GLUE_VERIFY="1")
-        for place in (run.folder, run.folder / "rank_0"):
+        for place in run.dumps:
             saved = place / f"graph_{graph:03d}" / "verify" / INPUTS_FILE
             if saved.exists() and count_inputs(saved) == count_inputs(replay):
                 shutil.copy(saved, replay.with_name(INPUTS_FILE))
