@@ -49,7 +49,7 @@ def print_longest(rows: Sequence[str], shape: Shape, budget: str, device: torch.
     for row in rows:
         start = time.perf_counter()
         found = _longest_of(row, dataclasses.replace(shape, batch=1), device)
-        print(f"{row:<8} {found:>8} tokens in {budget} ({time.perf_counter() - start:.0f} s of trying)", flush=True)
+        print(f"{row:<12} {found:>8} tokens in {budget} ({time.perf_counter() - start:.0f} s of trying)", flush=True)
         clean_up(device)
 
 

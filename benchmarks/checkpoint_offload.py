@@ -3,6 +3,7 @@
     python -m benchmarks.checkpoint_offload                          # Qwen3-8B's width, 16 layers, 2 x 8192 tokens
     python -m benchmarks.checkpoint_offload --shape 14b --layers 20 --rows none,glue
     python -m benchmarks.checkpoint_offload --longest --budget 24GiB # the longest sequence that trains in so much
+    python -m benchmarks.checkpoint_offload --longest --budget 24GiB --rows layers-none,layers-glue --layers 36
     python -m benchmarks.checkpoint_offload --numerics --repeats 50  # errors against fp64, and a search for races
 
 Rows, one graph: ``none`` (no offload), ``no-reorder`` (the same with Inductor's ``reorder_for_peak_memory`` off, which
@@ -14,7 +15,7 @@ A row may be given twice, to see how much two runs differ.
 Weights are random and frozen; LoRA adapters of rank 16 on the query and value projections train. "saved" is the fall
 of the peak against the same model without offload, "of moved" its share of the bytes moved less two inputs, "waited" a
 step of the same graph whose every copy is over before the program goes on, "pinning" the time spent on page-locked
-memory in the first step, "host" what torch's allocator of page-locked memory holds after the last one.
+memory in the first step, "host" the page-locked memory that glue's pool and torch's allocator hold after the last one.
 """
 
 from __future__ import annotations
@@ -153,8 +154,14 @@ def measure(row: str, shape: Shape, steps: int, device: torch.device, budget: st
         peak=peak,
         moved=engine.pool.held_bytes(),
         pinning=pinning * 1000,
-        host=int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)) if on_gpu else 0,
+        host=_page_locked_bytes() if on_gpu else 0,
     )
+
+
+def _page_locked_bytes() -> int:
+    from glue_compiler.ops.copy_engine import engine
+
+    return engine.pool.pinned_bytes() + int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0))
 
 
 def clean_up(device: torch.device) -> None:
@@ -167,6 +174,7 @@ def clean_up(device: torch.device) -> None:
     gc.collect()  # a compiled layer refers to itself
     if device.type == "cuda":
         torch.cuda.empty_cache()
+        torch._C._host_emptyCache()  # or the next row finds memory that is page-locked already
 
 
 def print_rows(rows: list[str], shape: Shape, steps: int, device: torch.device, budget: str | None) -> None:
@@ -204,7 +212,7 @@ def print_rows(rows: list[str], shape: Shape, steps: int, device: torch.device, 
                 f"{got.fastest:.1f}",
                 f"{got.median / base.median:.3f}" if base else "",
                 f"{got.waited:.1f}" if got.waited else "",
-                f"{got.peak / GIB:.2f}",
+                f"{got.peak / GIB:.3f}",
                 f"{saved / GIB:.2f}" if base and base is not got else "",
                 f"{saved / possible:.0%}" if base and possible > 0 else "",
                 f"{got.moved / GIB:.2f}",
@@ -222,15 +230,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_shape_arguments(parser)
     parser.add_argument("--steps", type=int, default=9)
-    parser.add_argument("--rows", default=",".join((*GRAPH_ROWS, *LAYER_ROWS)), help=f"of {', '.join(ROWS)}")
+    parser.add_argument("--rows", help=f"of {', '.join(ROWS)}; with --longest, none and glue if nothing is said")
     parser.add_argument("--budget", help="such as 24GiB: for the row 'budget', and the device memory of --longest")
-    parser.add_argument(
-        "--longest", action="store_true", help="the longest sequence that trains, for rows none and glue"
-    )
+    parser.add_argument("--longest", action="store_true", help="the longest sequence that trains")
     parser.add_argument("--numerics", action="store_true", help="errors against fp64, and repeats of one step")
     parser.add_argument("--repeats", type=int, default=50)
     given = parser.parse_args(arguments)
-    shape, rows = shape_of(given), given.rows.split(",")
+    every = ("none", "glue") if given.longest else (*GRAPH_ROWS, *LAYER_ROWS)
+    shape, rows = shape_of(given), given.rows.split(",") if given.rows else list(every)
     if unknown := set(rows) - set(ROWS):
         parser.error(f"unknown rows: {', '.join(sorted(unknown))}")
     if given.budget is None and (given.longest or "budget" in rows):
@@ -239,7 +246,7 @@ def main(arguments: list[str] | None = None) -> None:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     print(f"{name}, torch {torch.__version__}, {shape}")
     if given.longest:
-        checkpoint_length.print_longest(("none", "glue"), shape, given.budget, device)
+        checkpoint_length.print_longest(rows, shape, given.budget, device)
     elif given.numerics:
         checkpoint_numerics.print_numerics(shape, given.repeats, device)
     else:

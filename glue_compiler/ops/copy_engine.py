@@ -52,10 +52,10 @@ class CopyEngine:
 
         It may be read on the device after :meth:`start_reload`, on the host after the event only.
         """
-        on_cpu = source.device.type == "cpu"
-        host = self.pool.take(source, pinned=not on_cpu, limit=pinned_limit)
-        if on_cpu:
-            return host.copy_(source)
+        if source.device.type == "cpu":
+            return self.pool.take(source, pinned=False).copy_(source)
+        _refuse_capture()
+        host = self.pool.take(source, pinned=True, limit=pinned_limit)
         stream = self._streams_of(source.device).device_to_host
         self._copy(host, source, stream, key=host, host=host)
         return host
@@ -75,6 +75,7 @@ class CopyEngine:
         buffer = torch.empty_strided(host.size(), host.stride(), dtype=host.dtype, device=device)
         if buffer.device.type == "cpu":
             return buffer.copy_(host)
+        _refuse_capture()
         self._copy(buffer, host, self._streams_of(buffer.device).host_to_device, key=buffer, host=host)
         return buffer
 
@@ -109,11 +110,6 @@ class CopyEngine:
 
     def _copy(self, into: Tensor, source: Tensor, stream: Any, *, key: Tensor, host: Tensor) -> None:
         device = stream.device
-        if runtime.is_capturing():
-            raise RuntimeError(
-                "checkpoint offload cannot be captured in a CUDA graph: a replay would use host memory that is reused; "
-                "capture a model that is compiled without it"
-            )
         block = self.pool.block_of(host)
         # Taken before stream is made current: inside, current_stream() is the copy stream itself.
         stream.wait_stream(torch.cuda.current_stream(device))
@@ -124,7 +120,8 @@ class CopyEngine:
             event = stream.record_event()
         if block is not None:
             block.last_copy = event
-        if self._synchronous:
+        # Memory that the pool gave up goes with its last tensor, however far a copy is.
+        if self._synchronous or block is None:
             event.synchronize()
         with self._lock:
             self._forget_finished()
@@ -148,6 +145,14 @@ class CopyEngine:
             if device not in self._streams:
                 self._streams[device] = _Streams(torch.cuda.Stream(device), torch.cuda.Stream(device))
             return self._streams[device]
+
+
+def _refuse_capture() -> None:
+    if runtime.is_capturing():
+        raise RuntimeError(
+            "checkpoint offload cannot be captured in a CUDA graph: a replay would use host memory that is reused; "
+            "capture a model that is compiled without it"
+        )
 
 
 engine = CopyEngine()

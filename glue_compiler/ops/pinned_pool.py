@@ -13,13 +13,14 @@ from torch import Tensor
 
 from glue_compiler.compat import storages
 from glue_compiler.errors import GlueWarning
+from glue_compiler.ops.page_locked import page_locked
 
 Allocate = Callable[[int, bool], Tensor]
 
 
 def allocate_host(nbytes: int, pinned: bool) -> Tensor:
     """uint8 ``[nbytes]``. Raises RuntimeError where pinning is refused."""
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+    return page_locked(nbytes) if pinned else torch.empty(nbytes, dtype=torch.uint8)
 
 
 class Block:
@@ -40,14 +41,14 @@ class Block:
         return self.memory.numel()
 
     @property
-    def locked_bytes(self) -> int:
-        """Page-locked bytes that it takes: torch's allocator of page-locked memory gives out powers of two."""
-        return 1 << (self.nbytes - 1).bit_length() if self.pinned else 0
-
-    @property
     def is_free(self) -> bool:
         """No tensor but the pool's own refers to the memory: this needs no call from whoever drops a tensor."""
         return storages.use_count(self.memory) == self._unused
+
+    def wait(self) -> None:
+        """Wait, on the host, for the copies from and to it."""
+        if self.last_copy is not None:
+            self.last_copy.synchronize()
 
     def tensor(self, like: Tensor) -> Tensor:
         """A tensor of its own (no view) on this memory, with the sizes, dtype and dense strides of ``like``."""
@@ -60,7 +61,7 @@ class Block:
 class PinnedPool:
     """Blocks of host memory by size. A block is free again when the last tensor on it is gone.
 
-    Thread-safe. Pinning is slow (about 3 ms for a buffer of 128 MiB, more for a first one), hence the reuse.
+    Thread-safe. Pinning is slow (about 20 ms for a buffer of 128 MiB), hence the reuse.
     """
 
     def __init__(self, allocate: Allocate = allocate_host) -> None:
@@ -87,7 +88,8 @@ class PinnedPool:
             return self._blocks.get(host.untyped_storage().data_ptr())
 
     def pinned_bytes(self) -> int:
-        return sum(block.locked_bytes for block in list(self._blocks.values()))
+        """Of page-locked blocks, without what is left of their last pages."""
+        return sum(block.nbytes for block in list(self._blocks.values()) if block.pinned)
 
     def held_bytes(self) -> int:
         """Of all blocks, page-locked or not."""
@@ -96,8 +98,7 @@ class PinnedPool:
     def synchronize(self) -> None:
         """Wait, on the host, for every copy from or to these blocks."""
         for block in list(self._blocks.values()):
-            if block.last_copy is not None:
-                block.last_copy.synchronize()
+            block.wait()
 
     def release(self) -> None:
         """Forget all blocks: free ones go back to the system now, others with their last tensor."""
@@ -111,9 +112,8 @@ class PinnedPool:
         if free:
             return free[0]
         if pinned:
-            locked = 1 << (nbytes - 1).bit_length()
-            self._make_room(locked, limit)
-            if limit is not None and self.pinned_bytes() + locked > limit:
+            self._make_room(nbytes, limit)
+            if limit is not None and self.pinned_bytes() + nbytes > limit:
                 self._warn(f"the limit of {limit} bytes of pinned memory is reached")
                 return self._block(nbytes, False, None)
         start = time.perf_counter()
@@ -138,6 +138,7 @@ class PinnedPool:
             if self.pinned_bytes() + nbytes <= limit:
                 return
             if block.pinned and block.is_free:
+                block.wait()
                 del self._blocks[key]
 
     def _warn(self, why: str) -> None:

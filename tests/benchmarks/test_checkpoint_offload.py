@@ -8,7 +8,7 @@ import torch
 from benchmarks.checkpoint_decoder import SIZES, Decoder, Shape, batch_of
 from benchmarks.checkpoint_length import GRAIN, longest
 from benchmarks.checkpoint_numerics import errors, results
-from benchmarks.checkpoint_offload import measure
+from benchmarks.checkpoint_offload import clean_up, main, measure
 
 TINY = Shape(**{**SIZES["tiny"], "layers": 2}, batch=1, tokens=16)
 
@@ -42,6 +42,15 @@ def test_every_gradient_of_the_adapters_is_a_result():
 
 
 def test_a_row_of_layers_moves_all_inputs_but_the_last():
+    clean_up(torch.device("cpu"))  # of what other tests moved
     got = measure("layers-glue", TINY, 1, torch.device("cpu"))
-    # The two last copies are still under way when backward starts, and are used from where they are.
     assert got.moved == TINY.input_bytes
+
+
+def test_the_longest_sequence_takes_rows_and_needs_a_budget(capsys):
+    with pytest.raises(SystemExit):
+        main(["--longest"])
+    assert "need --budget" in capsys.readouterr().err
+    if not torch.cuda.is_available():
+        with pytest.raises(RuntimeError, match="measured on a GPU"):
+            main(["--longest", "--budget", "24GiB", "--rows", "layers-none,layers-glue"])

@@ -186,12 +186,12 @@ def test_the_limit_on_pinned_memory_holds():
     assert pool.pinned_bytes() == 32
 
 
-def test_page_locked_bytes_count_as_the_allocator_rounds_them():
+def test_page_locked_bytes_count_as_they_are():
     pool = PinnedPool(lambda nbytes, pinned: torch.empty(nbytes, dtype=torch.uint8))
-    block = pool.take(torch.empty(160, dtype=torch.uint8), pinned=True, limit=256)
-    assert (pool.held_bytes(), pool.pinned_bytes()) == (160, 256)
-    with pytest.warns(GlueWarning, match="limit of 511 bytes"):
-        other = pool.take(torch.empty(160, dtype=torch.uint8), pinned=True, limit=511)
+    block = pool.take(torch.empty(160, dtype=torch.uint8), pinned=True, limit=160)
+    assert (pool.held_bytes(), pool.pinned_bytes()) == (160, 160)
+    with pytest.warns(GlueWarning, match="limit of 319 bytes"):
+        other = pool.take(torch.empty(160, dtype=torch.uint8), pinned=True, limit=319)
     assert block.data_ptr() != other.data_ptr()
 
 
