@@ -5,12 +5,13 @@
     python -m benchmarks.checkpoint_offload --longest --budget 24GiB # the longest sequence that trains in so much
     python -m benchmarks.checkpoint_offload --longest --budget 24GiB --rows layers-none,layers-glue --layers 36
     python -m benchmarks.checkpoint_offload --numerics --repeats 50  # errors against fp64, and a search for races
+    python -m benchmarks.checkpoint_offload --model qwen3 --layers 8 # transformers' own, with LoRA by peft
 
 Rows, one graph: ``none`` (no offload), ``no-reorder`` (the same with Inductor's ``reorder_for_peak_memory`` off, which
 glue sets too), ``serial`` (torch's own offload: a copy is waited for at once), ``glue`` (``offload="checkpoints"``),
-``budget`` (``memory_budget`` of ``--budget``). Layers compiled one by one: ``layers-none``, ``save_on_cpu`` (torch's
-hooks), ``trl`` (TRL's stream hooks, where it is installed), ``layers-glue`` (``glue_compiler.offload_checkpoints()``).
-A row may be given twice, to see how much two runs differ.
+``budget`` (``memory_budget`` of ``--budget``), ``glue-none`` (glue, without offload). Layers compiled one by one:
+``layers-none``, ``save_on_cpu`` (torch's hooks), ``trl`` (TRL's stream hooks, where it is installed), ``layers-glue``
+(``glue_compiler.offload_checkpoints()``). A row may be given twice, to see how much two runs differ.
 
 Weights are random and frozen; LoRA adapters of rank 16 on the query and value projections train. "saved" is the fall
 of the peak against the same model without offload, "of moved" its share of the bytes moved less two inputs, "waited" a
@@ -30,13 +31,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.checkpoint_decoder import Decoder, Shape, add_shape_arguments, batch_of, shape_of
+from benchmarks.checkpoint_transformers import FAMILIES, LanguageModel, tokens_of
 
 GRAPH_ROWS = ("none", "no-reorder", "serial", "glue")
 LAYER_ROWS = ("layers-none", "save_on_cpu", "trl", "layers-glue")
-ROWS = (*GRAPH_ROWS, "budget", *LAYER_ROWS)
+ROWS = (*GRAPH_ROWS, "glue-none", "budget", *LAYER_ROWS)
 GIB = 2**30
 
 Context = Callable[[], AbstractContextManager[Any]]
@@ -56,19 +58,29 @@ class Measured:
     host: int
 
 
-def prepare(row: str, model: Decoder, budget: str | None = None) -> tuple[Callable[..., Tensor], Context]:
+def build(model: str, shape: Shape, device: torch.device) -> tuple[Decoder | LanguageModel, tuple[Tensor, Tensor]]:
+    """A model and what it is called with."""
+    if model == "decoder":
+        return Decoder(shape, device), batch_of(shape, device)
+    return LanguageModel(model, shape, device), tokens_of(shape, device)
+
+
+def prepare(
+    row: str, model: Decoder | LanguageModel, budget: str | None = None
+) -> tuple[Callable[..., Tensor], Context]:
     """The callable to step with, and the context of a step.
 
     Raises:
         ImportError: the row needs a package that is not there.
     """
+    one_graph = isinstance(model, Decoder)  # peft's hook on the embedding breaks the graph behind it
     if row in ("none", "serial"):
-        return torch.compile(model, fullgraph=True), nullcontext
+        return torch.compile(model, fullgraph=one_graph), nullcontext
     if row == "no-reorder":
-        return torch.compile(model, fullgraph=True, options={"reorder_for_peak_memory": False}), nullcontext
-    if row in ("glue", "budget"):
-        options = {"offload": "checkpoints"} if row == "glue" else {"memory_budget": budget}
-        return torch.compile(model, backend="glue", fullgraph=True, options=options), nullcontext
+        return torch.compile(model, fullgraph=one_graph, options={"reorder_for_peak_memory": False}), nullcontext
+    if row in ("glue", "glue-none", "budget"):
+        options = {"glue": {"offload": "checkpoints"}, "glue-none": {}, "budget": {"memory_budget": budget}}[row]
+        return torch.compile(model, backend="glue", fullgraph=one_graph, options=options), nullcontext
     for layer in model.layers:
         layer.compile(fullgraph=True)
     if row == "save_on_cpu":
@@ -110,7 +122,7 @@ def serial_offload(shape: Shape) -> AbstractContextManager[Any]:
 
 
 def stepper(
-    step_model: Callable[..., Tensor], context: Context, model: Decoder, batch: tuple[Tensor, Tensor]
+    step_model: Callable[..., Tensor], context: Context, model: nn.Module, batch: tuple[Tensor, Tensor]
 ) -> Callable[[], float]:
     """A training step without an optimiser, on an idle device; returns its milliseconds."""
 
@@ -127,13 +139,15 @@ def stepper(
     return step
 
 
-def measure(row: str, shape: Shape, steps: int, device: torch.device, budget: str | None = None) -> Measured:
+def measure(
+    row: str, shape: Shape, steps: int, device: torch.device, budget: str | None = None, model_name: str = "decoder"
+) -> Measured:
     from glue_compiler.ops.copy_engine import engine
 
     on_gpu = device.type == "cuda"
     torch.manual_seed(0)
-    model = Decoder(shape, device)
-    step = stepper(*prepare(row, model, budget), model, batch_of(shape, device))
+    model, batch = build(model_name, shape, device)
+    step = stepper(*prepare(row, model, budget), model, batch)
     with serial_offload(shape) if row == "serial" else nullcontext():
         first = step()
         pinning = engine.pool.pinning_seconds
@@ -177,7 +191,9 @@ def clean_up(device: torch.device) -> None:
         torch._C._host_emptyCache()  # or the next row finds memory that is page-locked already
 
 
-def print_rows(rows: list[str], shape: Shape, steps: int, device: torch.device, budget: str | None) -> None:
+def print_rows(
+    rows: list[str], shape: Shape, steps: int, device: torch.device, budget: str | None, model_name: str
+) -> None:
     heads = (
         "step ms",
         "fastest",
@@ -195,7 +211,7 @@ def print_rows(rows: list[str], shape: Shape, steps: int, device: torch.device, 
     without: dict[bool, Measured] = {}
     for row in rows:
         try:
-            got = measure(row, shape, steps, device, budget)
+            got = measure(row, shape, steps, device, budget, model_name)
         except ImportError as missing:
             print(f"{row:<12} skipped: {missing}")
         except Exception as error:  # one way that fails must not hide the others
@@ -229,6 +245,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_shape_arguments(parser)
+    parser.add_argument("--model", choices=("decoder", *FAMILIES), default="decoder")
     parser.add_argument("--steps", type=int, default=9)
     parser.add_argument("--rows", help=f"of {', '.join(ROWS)}; with --longest, none and glue if nothing is said")
     parser.add_argument("--budget", help="such as 24GiB: for the row 'budget', and the device memory of --longest")
@@ -240,6 +257,8 @@ def main(arguments: list[str] | None = None) -> None:
     shape, rows = shape_of(given), given.rows.split(",") if given.rows else list(every)
     if unknown := set(rows) - set(ROWS):
         parser.error(f"unknown rows: {', '.join(sorted(unknown))}")
+    if given.model != "decoder" and (given.longest or given.numerics):
+        parser.error("--longest and --numerics are for the decoder")
     if given.budget is None and (given.longest or "budget" in rows):
         parser.error("--longest and the row 'budget' need --budget")
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -251,7 +270,7 @@ def main(arguments: list[str] | None = None) -> None:
         checkpoint_numerics.print_numerics(shape, given.repeats, device)
     else:
         print(f"layer inputs: {shape.layers} x {shape.input_bytes / 2**20:.0f} MiB\n")
-        print_rows(rows, shape, given.steps, device, given.budget)
+        print_rows(rows, shape, given.steps, device, given.budget, given.model)
 
 
 if __name__ == "__main__":

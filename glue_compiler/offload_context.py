@@ -26,8 +26,7 @@ def offload_checkpoints(pinned_limit: int | None = None) -> Iterator[None]:
             loss = model(batch)  # calls torch.utils.checkpoint around each layer, compiled or not
             loss.backward()
 
-    Around the forward is enough; backward may run outside. Where it runs inside, the last copy to the host may still be
-    under way when it starts, and that input is used from where it is.
+    Around the forward is enough; backward may run outside.
 
     Copies run on streams of their own: to the host while the next regions compute, at most two at a time; back while
     the region before (in backward's order) computes, at most two buffers alive. Which one comes next is taken from the
@@ -85,7 +84,7 @@ class SavedInput:
             self._buffer = self._copies.start_reload(self._host, self._device)
 
     def take(self) -> Tensor:
-        """The input, for backward; the one before it starts its way back, and the one before that is on the host."""
+        """The input, for backward; the one before it starts its way back."""
         if self._source is not None:
             self._note_change()
         if self._changed:
@@ -96,17 +95,11 @@ class SavedInput:
         self.prefetch()
         result, self._buffer = self._source if self._buffer is None else self._buffer, None
         assert result is not None
-        previous = self.previous()
+        previous = self._previous() if self._previous is not None else None
         if previous is not None:
             previous.prefetch()
-            # Backward started inside of the context: the copies of the last regions were not waited for.
-            if (before := previous.previous()) is not None:
-                before.drop_source()
         self._copies.wait_reload(result)
         return result
-
-    def previous(self) -> SavedInput | None:
-        return self._previous() if self._previous is not None else None
 
     def _note_change(self) -> None:
         self._changed |= self._source is not None and self._source._version != self._version
@@ -122,7 +115,11 @@ class _Chain:
         self._in_flight: deque[weakref.ref[SavedInput]] = deque()
 
     def pack(self, tensor: Tensor) -> Tensor | SavedInput:
-        if not self._is_moved(tensor) or not checkpoint_calls.is_saving_an_input():
+        if not checkpoint_calls.is_saving_an_input():
+            # Behind a region, such as the loss: its compute has hidden the copies that it found.
+            self.finish()
+            return tensor
+        if not self._is_moved(tensor):
             return tensor
         last = self._last() if self._last is not None else None
         saved = SavedInput(tensor, last, self._copies)

@@ -103,7 +103,7 @@ def render_pair(pair: TrainingPair) -> str:
 
 def _file(imports: dict[str, str], classes: Sequence[str], graph: str, inputs: Sequence[fx.Node]) -> str:
     header = _HEADER.format(imports="\n".join(imports.values()))
-    listed = "\n".join(f"        {_input(node)}," for node in inputs)
+    listed = "\n".join(f"        {_input(node)},  # {node.name}: {type(value_of(node)).__name__}" for node in inputs)
     return f"{header}{HELPERS}{GRAPHS}\n\n" + "\n\n".join(classes) + _MAIN.format(graph=graph, inputs=listed)
 
 
@@ -179,7 +179,11 @@ def _input(node: fx.Node) -> str:
         return _random(value)
     if isinstance(value, Symbolic):
         return str(_hint(value))
-    return repr(value)
+    if isinstance(value, torch.Generator):  # flash attention that is recomputed on a GPU takes one
+        return f"torch.Generator({str(value.device)!r})"
+    if value is None or type(value) in (bool, int, float, complex, str):
+        return repr(value)
+    return "None"  # the comment beside it names the type
 
 
 def _random(tensor: torch.Tensor) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -54,3 +56,12 @@ def test_the_longest_sequence_takes_rows_and_needs_a_budget(capsys):
     if not torch.cuda.is_available():
         with pytest.raises(RuntimeError, match="measured on a GPU"):
             main(["--longest", "--budget", "24GiB", "--rows", "layers-none,layers-glue"])
+
+
+def test_a_transformers_model_moves_its_inputs_too():
+    pytest.importorskip("peft")
+    clean_up(torch.device("cpu"))
+    shape = dataclasses.replace(TINY, layers=3)
+    got = measure("layers-glue", shape, 1, torch.device("cpu"), model_name="llama")
+    # The first layer's input is a leaf (peft makes it require a gradient), the last one's stays.
+    assert got.moved == shape.input_bytes

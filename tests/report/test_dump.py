@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from glue_compiler.report.dump import render_graph
 from glue_compiler.report.session import Session
 from tests.passes.hoist_metadata.test_checkpoint_bodies import checkpointed
 from tests.passes.hoist_metadata.test_one_graph import layer_inputs, packed_layer, positions_of, two_layers
@@ -170,3 +171,19 @@ def test_a_checkpointed_layer_alone(tmp_path):
     assert of_hoist_metadata(summary["graphs"][0])["counts"]["lifted"] > 0
     assert [sync["target"] for sync in summary["graphs"][0]["host_syncs"]] == ["nonzero", "item"]
     assert all("test_one_graph.py" in sync["source"] for sync in summary["graphs"][0]["host_syncs"])
+
+
+def test_inputs_that_are_no_tensors(tmp_path):
+    """A random generator, as flash attention that is recomputed on a GPU takes, and what no file can make."""
+    graph = torch.fx.Graph()
+    x, generator, unknown, missing = (graph.placeholder(name) for name in ("x", "generator", "unknown", "missing"))
+    for node, value in ((x, torch.empty(3)), (generator, torch.Generator()), (unknown, object()), (missing, None)):
+        node.meta["val"] = value
+    drawn = graph.call_function(torch.bernoulli, (graph.call_function(torch.sigmoid, (x,)),), {"generator": generator})
+    graph.output((drawn, unknown))
+    path = tmp_path / "graph.py"
+    path.write_text(render_graph(torch.fx.GraphModule({}, graph)))
+    done = run_file(path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "output 0: (3,)\noutput 1: None\n"
+    assert "None,  # unknown: object" in path.read_text()
