@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from glue_compiler.compat import checkpoint_calls
+from glue_compiler.compat.checkpoint_calls import SavingCall
 from glue_compiler.ops.copy_engine import CopyEngine, engine
 
 BUFFERS = 2
@@ -31,8 +32,9 @@ def offload_checkpoints(pinned_limit: int | None = None) -> Iterator[None]:
     Copies run on streams of their own: to the host while the next regions compute, at most two at a time; back while
     the region before (in backward's order) computes, at most two buffers alive. Which one comes next is taken from the
     order of the forward. The last region's input stays on the device. Moved are a region's tensor arguments that need
-    a gradient and are no leaves; masks and rotary tables that all regions share stay. Calls do not nest: the innermost
-    one acts.
+    a gradient and are no leaves; masks and rotary tables that all regions share stay. A compiled graph with the
+    checkpoint inside (transformers 5.23, each layer compiled) is a region too: it saves nothing as large
+    as its inputs. Calls do not nest: the innermost one acts.
 
     Args:
         pinned_limit: the most bytes of page-locked memory that the process's pool may hold; None: no limit.
@@ -62,19 +64,26 @@ class SavedInput:
         self._host: Tensor | None = None
         self._buffer: Tensor | None = None
         self._changed = False
+        self._stays = False
         # Weak: a graph that is kept must not keep the inputs of others.
         self._previous = weakref.ref(previous) if previous is not None else None
 
+    def stay_for(self, saved: Tensor, call: SavingCall) -> None:
+        """Do not move, if the call that this is an argument of saves so large a value besides."""
+        source = self._source
+        if source is not None and source.nbytes <= saved.nbytes and call.is_given(source):
+            self._stays = True
+
     def offload(self, pinned_limit: int | None) -> None:
         """Start the copy to the host. The source stays until :meth:`drop_source`."""
-        if self._source is not None and self._host is None:
+        if self._source is not None and self._host is None and not self._stays:
             self._note_change()
             self._host = self._copies.start_offload(self._source.detach(), pinned_limit)
 
     def drop_source(self) -> None:
         """The current stream waits for the copy, and the device memory may go."""
         if self._host is not None and self._source is not None:
-            self._copies.wait_offload(self._host)
+            self._copies.wait_offload(self._host, for_hooks=False)
             self._note_change()
             self._source = None
 
@@ -115,13 +124,19 @@ class _Chain:
         self._in_flight: deque[weakref.ref[SavedInput]] = deque()
 
     def pack(self, tensor: Tensor) -> Tensor | SavedInput:
-        if not checkpoint_calls.is_saving_an_input():
+        call = checkpoint_calls.saving_call()
+        if call is None:
             # Behind a region, such as the loss: its compute has hidden the copies that it found.
             self.finish()
             return tensor
+        last = self._last() if self._last is not None else None
+        if not call.is_given(tensor):
+            # A compiled graph that does not compute everything again is no checkpointed region.
+            if last is not None:
+                last.stay_for(tensor, call)
+            return tensor
         if not self._is_moved(tensor):
             return tensor
-        last = self._last() if self._last is not None else None
         saved = SavedInput(tensor, last, self._copies)
         self._last = weakref.ref(saved)
         if last is not None:  # it is not the last region's: that one stays
@@ -142,5 +157,8 @@ class _Chain:
 
     @staticmethod
     def _is_moved(tensor: Tensor) -> bool:
-        plain = type(tensor) is Tensor and tensor.layout is torch.strided
-        return plain and tensor.requires_grad and not tensor.is_leaf and tensor.numel() > 0
+        if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.numel() == 0:
+            return False
+        # What comes back is dense, and compiled code relies on the strides that it has seen.
+        is_dense = tensor.stride() == torch.empty_like(tensor, device="meta").stride()
+        return tensor.requires_grad and not tensor.is_leaf and is_dense

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import glue_compiler
 from glue_compiler.ops import copy_engine
-from tests.passes.overlap_offload.models import Blocks, equal, gradients, step
+from tests.passes.overlap_offload.models import Block, Blocks, equal, gradients, step
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(3))
 
@@ -28,8 +28,8 @@ def copies(monkeypatch):
     }.items():
         original = getattr(copy_engine.CopyEngine, method)
 
-        def record(self, tensor, *rest, name=name, original=original):
-            result = original(self, tensor, *rest)
+        def record(self, tensor, *rest, name=name, original=original, **options):
+            result = original(self, tensor, *rest, **options)
             events.append(name)
             return result
 
@@ -94,6 +94,88 @@ def test_layers_compiled_one_by_one(copies):
         block.compile(backend="glue", options={"compiler": "aot_eager"})
     assert equal(expected, in_context(model))
     assert copies.count("offload") == 3
+
+
+class CheckpointInside(Block):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+class Scaled(CheckpointInside):
+    """Saves a small value besides its input."""
+
+    def forward(self, x):
+        return super().forward(x) * x.mean().exp()
+
+
+def layers_of(kind, count=5):
+    """``count`` layers between an embedding and a head; and the layers."""
+    torch.manual_seed(0)
+    embed, layers, head = torch.nn.Linear(8, 8), [kind(8) for _ in range(count)], torch.nn.Linear(8, 3)
+    model = torch.nn.Sequential(embed, *layers, head)
+    return model, layers
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("kind", [CheckpointInside, Scaled])
+def test_layers_with_the_checkpoint_inside_of_what_is_compiled(copies, kind, compiler):
+    """transformers 5.23 (not 5.17) checkpoints in a layer's forward, so that a compiled layer contains it."""
+    model, layers = layers_of(kind)
+    for layer in layers:
+        layer.compile(fullgraph=True, backend=compiler)
+    expected = step(model, model, X)
+    assert copies == []
+    for _ in range(2):
+        copies.clear()
+        assert equal(in_context(model), expected)
+        assert (copies.count("offload"), copies.count("reload")) == (4, 4)
+        forward, backward = copies[: copies.index("reload")], copies[copies.index("reload") :]
+        assert forward.count("drop") == 4
+        assert backward.index("wait") > 0
+
+
+def test_compiled_layers_that_save_what_they_compute_are_no_regions(copies):
+    model, layers = layers_of(Block)
+    expected = step(model, model, X)
+    for layer in layers:
+        layer.compile(fullgraph=True, backend="aot_eager")
+    assert equal(in_context(model), expected)
+    assert "offload" not in copies
+
+
+class WithGaps(torch.autograd.Function):
+    """The same values on every second place of memory: no view, and not dense."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return torch.empty_strided(x.shape, [2 * n for n in x.stride()]).copy_(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+def test_an_input_with_gaps_stays(copies):
+    """Compiled code relies on the strides that it has seen; what comes back from the host is dense."""
+
+    class Gaps(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = torch.nn.ModuleList(CheckpointInside(8) for _ in range(3))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(WithGaps.apply(x))
+            return x
+
+    model = Gaps()
+    for layer in model.layers:
+        layer.compile(fullgraph=True, backend="aot_eager")
+    x = X.clone().requires_grad_()
+    expected = step(model, model, x)
+    with glue_compiler.offload_checkpoints():
+        assert equal(step(model, model, x), expected)
+    assert copies == []
 
 
 def test_at_most_two_in_flight_and_two_alive(copies):

@@ -60,13 +60,13 @@ class CopyEngine:
         self._copy(host, source, stream, key=host, host=host)
         return host
 
-    def wait_offload(self, host: Tensor) -> None:
+    def wait_offload(self, host: Tensor, *, for_hooks: bool = True) -> None:
         """From here on the current stream may reuse the memory of the source.
 
-        Where saved-tensor hooks of the user are at work, the copy has ended on return: a hook may read ``host``.
+        With ``for_hooks``, where saved-tensor hooks are at work, the copy has ended on return: they may read ``host``.
         """
         copy = self._wait(host)
-        if copy is not None and saved_tensor_hooks.are_active():
+        if copy is not None and for_hooks and saved_tensor_hooks.are_active():
             copy.event.synchronize()
 
     def start_reload(self, host: Tensor, device: torch.device) -> Tensor:

@@ -77,7 +77,10 @@ class OverlapOffload(PairPass):
             skips += _over_budget(plan, options.memory_budget)
         if not schedule.moves:
             if _moves_inputs(options):
-                nothing = "no checkpointed region with a saved input of its own: nothing to move"
+                nothing = (
+                    "no checkpointed region with a saved input that the graph itself makes: nothing to move "
+                    "(glue_compiler.offload_checkpoints() moves the inputs of layers that are compiled one by one)"
+                )
                 skips.append(Skip(plan.reason if regions else nothing))
             return PassResult(changed=False, counts=counts, skips=tuple(skips))
         groups = apply_schedule(pair, schedule, options.pinned_limit, BUFFERS)
