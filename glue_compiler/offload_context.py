@@ -33,8 +33,8 @@ def offload_checkpoints(pinned_limit: int | None = None) -> Iterator[None]:
     the region before (in backward's order) computes, at most two buffers alive. Which one comes next is taken from the
     order of the forward. The last region's input stays on the device. Moved are a region's tensor arguments that need
     a gradient and are no leaves; masks and rotary tables that all regions share stay. A compiled graph with the
-    checkpoint inside (transformers 5.23, each layer compiled) is a region too: it saves nothing as large
-    as its inputs. Calls do not nest: the innermost one acts.
+    checkpoint inside (transformers 5.23, each layer compiled) is a region too: it saves nothing as large as its inputs.
+    Calls do not nest: the innermost one acts.
 
     Args:
         pinned_limit: the most bytes of page-locked memory that the process's pool may hold; None: no limit.

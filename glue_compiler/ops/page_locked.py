@@ -60,10 +60,10 @@ class _Mapping(mmap.mmap):
         if not hasattr(mmap, "MAP_PRIVATE"):  # not a POSIX system
             return cls(-1, nbytes)
         mapping = cls(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # In a forked child, copy-on-write would part the pages that the program sees from those that a device writes.
+        # Huge pages are locked faster. Shared with a forked child, copy-on-write would part the pages that the program
+        # sees from those that a device writes.
         for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-            # A kernel without it: slower, and as before.
-            with contextlib.suppress(AttributeError, OSError):
+            with contextlib.suppress(AttributeError, OSError):  # a system without it
                 mapping.madvise(getattr(mmap, advice))
         return mapping
 
