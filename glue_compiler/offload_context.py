@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from glue_compiler.compat import checkpoint_calls
 from glue_compiler.compat.checkpoint_calls import SavingCall
+from glue_compiler.errors import GlueWarning
 from glue_compiler.ops.copy_engine import CopyEngine, engine
 
 BUFFERS = 2
@@ -122,6 +124,7 @@ class _Chain:
         self._limit = pinned_limit
         self._last: weakref.ref[SavedInput] | None = None
         self._in_flight: deque[weakref.ref[SavedInput]] = deque()
+        self._warned = False
 
     def pack(self, tensor: Tensor) -> Tensor | SavedInput:
         call = checkpoint_calls.saving_call()
@@ -135,7 +138,7 @@ class _Chain:
             if last is not None:
                 last.stay_for(tensor, call)
             return tensor
-        if not self._is_moved(tensor):
+        if not self._is_moved(tensor) or not self._has_copies(tensor.device):
             return tensor
         saved = SavedInput(tensor, last, self._copies)
         self._last = weakref.ref(saved)
@@ -154,6 +157,18 @@ class _Chain:
         oldest = self._in_flight.popleft()()
         if oldest is not None:
             oldest.drop_source()
+
+    def _has_copies(self, device: torch.device) -> bool:
+        if device.type in ("cpu", "cuda"):
+            return True
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"glue: checkpoint inputs stay on the device: copies are written for CUDA, not for '{device.type}'",
+                GlueWarning,
+                stacklevel=3,
+            )
+        return False
 
     @staticmethod
     def _is_moved(tensor: Tensor) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import glue_compiler
+from glue_compiler.errors import GlueWarning
 from glue_compiler.ops import copy_engine
 from tests.passes.overlap_offload.models import Block, Blocks, equal, gradients, step
 
@@ -237,6 +238,15 @@ def test_a_change_after_the_copy_is_done_changes_nothing():
         return leaf.grad
 
     assert torch.equal(run(glue_compiler.offload_checkpoints(), True), run(contextlib.nullcontext(), False))
+
+
+def test_on_a_device_without_copies_inputs_stay_with_one_warning(copies):
+    model = Blocks(4).to("meta")
+    with pytest.warns(GlueWarning, match="not for 'meta'") as caught, glue_compiler.offload_checkpoints():
+        model(X.to("meta")).sum().backward()
+    assert len([one for one in caught if one.category is GlueWarning]) == 1
+    assert copies == []
+    assert all(p.grad is not None for p in model.parameters())
 
 
 def test_two_forwards_then_two_backwards_in_either_order():
