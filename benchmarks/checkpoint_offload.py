@@ -168,14 +168,10 @@ def measure(
         peak=peak,
         moved=engine.pool.held_bytes(),
         pinning=pinning * 1000,
-        host=_page_locked_bytes() if on_gpu else 0,
+        host=engine.pool.pinned_bytes() + int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0))
+        if on_gpu
+        else 0,
     )
-
-
-def _page_locked_bytes() -> int:
-    from glue_compiler.ops.copy_engine import engine
-
-    return engine.pool.pinned_bytes() + int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0))
 
 
 def clean_up(device: torch.device) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from benchmarks.checkpoint_decoder import Shape
 
-FAMILIES = ("qwen3", "llama")
+FAMILIES = ("qwen3", "llama")  # transformers' model types
 VOCABULARY = 32000
 
 
@@ -30,10 +30,9 @@ class LanguageModel(nn.Module):
             "max_position_embeddings": shape.tokens,
             "use_cache": False,
         }
-        name = {"qwen3": "Qwen3", "llama": "Llama"}[family]
-        config = getattr(transformers, f"{name}Config")(**sizes)
+        config = transformers.AutoConfig.for_model(family, **sizes)
         with device:
-            model = getattr(transformers, f"{name}ForCausalLM")(config).to(torch.bfloat16)
+            model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
         self.model = peft.get_peft_model(model, peft.LoraConfig(r=16, target_modules=["q_proj", "v_proj"]))
         self.model.enable_input_require_grads()
         self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

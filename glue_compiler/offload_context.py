@@ -14,7 +14,8 @@ from torch import Tensor
 from glue_compiler.compat import checkpoint_calls
 from glue_compiler.compat.checkpoint_calls import SavingCall
 from glue_compiler.errors import GlueWarning
-from glue_compiler.ops.copy_engine import CopyEngine, engine
+from glue_compiler.fx.values import keeps_layout
+from glue_compiler.ops.copy_engine import CopyEngine, engine, why_no_copies
 
 BUFFERS = 2
 
@@ -85,7 +86,7 @@ class SavedInput:
     def drop_source(self) -> None:
         """The current stream waits for the copy, and the device memory may go."""
         if self._host is not None and self._source is not None:
-            self._copies.wait_offload(self._host, for_hooks=False)
+            self._copies.wait_offload(self._host)
             self._note_change()
             self._source = None
 
@@ -159,21 +160,15 @@ class _Chain:
             oldest.drop_source()
 
     def _has_copies(self, device: torch.device) -> bool:
-        if device.type in ("cpu", "cuda"):
-            return True
-        if not self._warned:
+        reason = why_no_copies(device)
+        if reason is not None and not self._warned:
             self._warned = True
-            warnings.warn(
-                f"glue: checkpoint inputs stay on the device: copies are written for CUDA, not for '{device.type}'",
-                GlueWarning,
-                stacklevel=3,
-            )
-        return False
+            warnings.warn(f"glue: checkpoint inputs stay on the device: {reason}", GlueWarning, stacklevel=3)
+        return reason is None
 
     @staticmethod
     def _is_moved(tensor: Tensor) -> bool:
-        if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.numel() == 0:
+        if not tensor.requires_grad or tensor.is_leaf or type(tensor) is not Tensor:
             return False
         # What comes back is dense, and compiled code relies on the strides that it has seen.
-        is_dense = tensor.stride() == torch.empty_like(tensor, device="meta").stride()
-        return tensor.requires_grad and not tensor.is_leaf and is_dense
+        return tensor.layout is torch.strided and tensor.numel() > 0 and keeps_layout(tensor)

@@ -29,8 +29,8 @@ def copies(monkeypatch):
     }.items():
         original = getattr(copy_engine.CopyEngine, method)
 
-        def record(self, tensor, *rest, name=name, original=original, **options):
-            result = original(self, tensor, *rest, **options)
+        def record(self, tensor, *rest, name=name, original=original):
+            result = original(self, tensor, *rest)
             events.append(name)
             return result
 

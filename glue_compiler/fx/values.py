@@ -111,7 +111,8 @@ def most_bytes(tensor: torch.Tensor, shape_env: Any) -> int | None:
 
 def keeps_layout(tensor: torch.Tensor) -> bool:
     """Does a copy made by ``torch.empty_like`` have the same strides? Not so for a slice or an expanded tensor."""
-    return list(map(expression, tensor.stride())) == list(map(expression, torch.empty_like(tensor).stride()))
+    copy = torch.empty_like(tensor, device="meta")
+    return list(map(expression, tensor.stride())) == list(map(expression, copy.stride()))
 
 
 def source_line(node: fx.Node) -> str:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from glue_compiler.compat import runtime, saved_tensor_hooks
+from glue_compiler.compat import runtime
 from glue_compiler.ops.pinned_pool import PinnedPool
 
 
@@ -60,14 +60,14 @@ class CopyEngine:
         self._copy(host, source, stream, key=host, host=host)
         return host
 
-    def wait_offload(self, host: Tensor, *, for_hooks: bool = True) -> None:
-        """From here on the current stream may reuse the memory of the source.
+    def wait_offload(self, host: Tensor) -> Any:
+        """From here on the current stream may reuse the memory of the source; ``host`` is not yet there to be read.
 
-        With ``for_hooks``, where saved-tensor hooks are at work, the copy has ended on return: they may read ``host``.
+        Returns:
+            The event of the copy, or None if it has ended.
         """
         copy = self._wait(host)
-        if copy is not None and for_hooks and saved_tensor_hooks.are_active():
-            copy.event.synchronize()
+        return None if copy is None else copy.event
 
     def start_reload(self, host: Tensor, device: torch.device) -> Tensor:
         """A tensor on ``device`` that a copy of ``host`` is filling; to be read after :meth:`wait_reload` only."""
@@ -145,6 +145,13 @@ class CopyEngine:
             if device not in self._streams:
                 self._streams[device] = _Streams(torch.cuda.Stream(device), torch.cuda.Stream(device))
             return self._streams[device]
+
+
+def why_no_copies(device: torch.device) -> str | None:
+    """Why tensors of ``device`` stay where they are, or None."""
+    if device.type in ("cuda", "cpu"):
+        return None
+    return f"copies beside compute are written for CUDA devices, not for '{device.type}'"
 
 
 def _refuse_capture() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from glue_compiler.compat import saved_tensor_hooks
 from glue_compiler.ops.copy_engine import engine
 
 # torch.library.custom_op cannot express a result that aliases an operand.
@@ -38,8 +39,13 @@ def offload_start(source: Tensor, after: Tensor | None, pinned_limit: int) -> Te
 
 
 def offload_wait(host: Tensor, source: Tensor, after: Tensor | None) -> Tensor:
-    """Make the current stream wait for the copy that fills ``host``; the operand ``source`` is alive until here."""
-    engine.wait_offload(host)
+    """Make the current stream wait for the copy that fills ``host``; the operand ``source`` is alive until here.
+
+    Where saved-tensor hooks are at work, the copy has ended on return: a hook may read ``host``.
+    """
+    event = engine.wait_offload(host)
+    if event is not None and saved_tensor_hooks.are_active():
+        event.synchronize()
     return torch.ops.aten.alias(host)
 
 

@@ -16,6 +16,7 @@ from glue_compiler.fx.storage_roots import storage_root
 from glue_compiler.fx.training_pair import TrainingPair
 from glue_compiler.fx.values import expression, is_plain, keeps_layout, most_bytes, source_line, storages_of, value_of
 from glue_compiler.graph_pass import Skip
+from glue_compiler.ops.copy_engine import why_no_copies
 
 Wish = Literal["region", "prefer", "must", "copy"]
 """Why a tensor would move: it is a checkpointed region's input, a selective policy prefers it or insists on it, or the
@@ -179,8 +180,8 @@ def why_not(
         # A copy that torch's own offload made of a CPU tensor is recorded on the memory that it copied.
         if saved not in (other, device_copies.copied_from(other)) and keys & memory_of(other):
             return f"backward also needs '{other.name}', which shares its memory"
-    if value.device.type not in ("cuda", "cpu"):
-        return f"copies beside compute are written for CUDA devices, not for '{value.device.type}'"
+    if reason := why_no_copies(value.device):
+        return reason
     if not keeps_layout(value):
         return "its elements do not lie next to each other, as those of a copy would; .contiguous() before it helps"
     if expression(value.storage_offset()) != 0 and any(r.target is torch.ops.aten.as_strided.default for r in readers):
