@@ -120,3 +120,15 @@ def is_functorch_wrapped(tensor: torch.Tensor) -> bool:
 
 def is_real(tensor: torch.Tensor) -> bool:
     return not isinstance(tensor, fake_tensor_type()) and tensor.device.type != "meta"
+
+
+def known_number(tensor: torch.Tensor) -> int | float | bool | None:
+    """The number that a tensor of one element, made while tracing, is known to hold; None if it is not known."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    value = getattr(tensor, "constant", None) if isinstance(tensor, fake_tensor_type()) else tensor
+    if value is None or is_functorch_wrapped(value) or value.device.type != "cpu" or value.numel() != 1:
+        return None
+    with _disable_current_modes():
+        number = value.item()
+    return number if isinstance(number, int | float) else None

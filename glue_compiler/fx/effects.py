@@ -1,8 +1,9 @@
 """What a node of a captured graph does besides computing its result.
 
 Captured graphs call torch-level functions and tensor methods, whose names prove nothing. So each distinct call is run
-once on fake tensors under a dispatch mode that records the operators it is made of; their schemas and tags say
-whether it writes, draws random numbers, or reads data back to the host.
+once on fake tensors, in the mode of autocast that its node runs in, under a dispatch mode that records the operators it
+is made of; their schemas and tags say whether it writes, draws random numbers, or reads data back to the host. The
+operators as the program calls them, before torch takes them apart, are kept as the call's record.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from glue_compiler import compat
+from glue_compiler.compat.operator_calls import observed_operators
 from glue_compiler.fx import bodies
+from glue_compiler.fx.modes import AUTOCAST_SWITCHES, GRAD_SWITCHES, Mode, modes_of
+from glue_compiler.fx.records import CallRecord, Made, Meta, Recorder
 from glue_compiler.fx.values import (
     StorageKey,
     Symbolic,
@@ -60,22 +64,25 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True)
 class Effects:
-    """``writes`` are the storages written. ``syncs``: waits for the device to hand a value to the host."""
+    """What a node does.
+
+    Attributes:
+        writes: the storages written.
+        syncs: waits for the device to hand a value to the host.
+        changes_views: gives a tensor another shape, or other memory, in place. The fake value on record of a tensor is
+            the one that it has last, so nothing can be said of what was computed from it before.
+    """
 
     kind: Kind
     writes: frozenset[StorageKey] = frozenset()
     syncs: bool = False
     random: bool = False
+    changes_views: bool = False
 
 
 # Operators that check and return nothing. Two with equal operands are one.
 _ASSERTS = {torch.ops.aten._assert_scalar.default, torch.ops.aten._assert_async.msg, torch._check}
-_GRAD_MODE = {torch._C._set_grad_enabled}
 _NOTHING = {torch._C._log_api_usage_once}
-_MODES = {
-    torch.amp.autocast_mode._enter_autocast,
-    torch.amp.autocast_mode._exit_autocast,
-}
 # Functions on numbers, which dispatch no operator.
 _SCALAR_MODULES = {operator.__name__, operator.add.__module__, builtins.__name__, math.__name__}
 # Operators whose definitions are torch's own: deterministic unless tagged otherwise.
@@ -91,22 +98,36 @@ class _Outcome:
     syncs: bool = False
     random: bool = False
     result: Any = None
+    record: CallRecord | None = None
+    changes_views: bool = False
 
 
 @dataclass
 class EffectAnalysis:
     """Classifies nodes; remembers calls that it has seen, since layers repeat them.
 
-    The memory is the only state, and it is keyed by metadata, not by node: one object serves all passes over one graph.
+    What it remembers of calls is keyed by metadata, not by node: one object serves all passes over one graph.
     """
 
     fake_mode: Any | None
     _seen: dict[Any, _Outcome] = field(default_factory=dict)
-    _pure: dict[Any, _Outcome] = field(default_factory=dict)
+    _pure: dict[Any, tuple[_Outcome, dict[Any, Any]]] = field(default_factory=dict)
+    _modes: dict[fx.Node, Mode] = field(default_factory=dict)
 
     @classmethod
     def for_graph(cls, gm: fx.GraphModule) -> EffectAnalysis:
         return cls(compat.fake_mode_of(tensors_in([value_of(node) for node in gm.graph.nodes])))
+
+    def read_modes(self, gm: fx.GraphModule) -> None:
+        """Read again in which mode each node of ``gm``, a whole graph, and of its bodies runs."""
+        self._modes.update(modes_of(gm))
+
+    def mode_of(self, gm: fx.GraphModule, node: fx.Node) -> Mode:
+        """The mode that ``node`` of ``gm`` runs in; of a body, only known after :meth:`read_modes` of the whole."""
+        if node not in self._modes:
+            first = next(iter(gm.graph.nodes))
+            self._modes.update(modes_of(gm, self._modes.get(first)))
+        return self._modes[node]
 
     def of(self, gm: fx.GraphModule, node: fx.Node) -> Effects:
         if node.op in ("placeholder", "get_attr", "output"):
@@ -116,54 +137,77 @@ class EffectAnalysis:
         if node.op == "call_function":
             if bodies.is_higher_order(node):
                 return self._of_bodies(gm, node)
-            for targets, kind in ((_ASSERTS, Kind.ASSERT), (_GRAD_MODE, Kind.GRAD_MODE), (_NOTHING, Kind.NOTHING)):
+            for targets, kind in ((_ASSERTS, Kind.ASSERT), (GRAD_SWITCHES, Kind.GRAD_MODE), (_NOTHING, Kind.NOTHING)):
                 if node.target in targets:
                     return Effects(kind)
-            if node.target in _MODES:
+            if node.target in AUTOCAST_SWITCHES:
                 return Effects(Kind.MODE)
         operands = [value_of(arg) for arg in node.all_input_nodes]
         if self._is_scalar_function(node, operands):
             return Effects(Kind.PURE)
         if not self._may_run(node):
             return Effects(Kind.BARRIER)
+        mode = self.mode_of(gm, node)
+        if not mode.is_known:
+            return Effects(Kind.BARRIER)
         tensors = tensors_in(operands)
-        outcome = self._effects(node)
+        outcome, _ = self._effects(node, mode)
         kind, written = outcome.kind, outcome.written
         writes = frozenset(storage_of(tensors[i]) for i in written if is_plain(tensors[i]))
+        if outcome.changes_views:
+            return Effects(Kind.BARRIER, changes_views=True)
         if written and not all(is_plain(tensors[i]) for i in written):
             return Effects(Kind.BARRIER)
         if kind is Kind.PURE and not all(is_plain(t) for t in (*tensors, *tensors_in(value_of(node)))):
             kind = Kind.OPAQUE
         return Effects(Kind.OPAQUE if writes else kind, writes, outcome.syncs, outcome.random)
 
-    def result_of(self, node: fx.Node) -> Any | None:
-        """What the node's operator gives for the metadata of its operands; None if it is not safe to ask."""
-        if not node.op.startswith("call_") or bodies.is_higher_order(node) or not self._may_run(node):
+    def record_of(self, gm: fx.GraphModule, node: fx.Node) -> CallRecord | None:
+        """The operators that the node dispatches; None for what is no call of torch's, or cannot be run to see."""
+        if self._is_opaque(node) or not (mode := self.mode_of(gm, node)).is_known:
             return None
-        if self._is_scalar_function(node, [value_of(arg) for arg in node.all_input_nodes]):
-            return None
-        return self._outcome(node).result
+        outcome, names = self._effects(node, mode)
+        return outcome.record.renamed(names) if outcome.record is not None else None
 
-    def _effects(self, node: fx.Node) -> _Outcome:
-        """What the node does, its result aside.
+    def result_of(self, gm: fx.GraphModule | None, node: fx.Node) -> Any | None:
+        """What the node's operator gives for the metadata of its operands; None if it is not safe to ask.
+
+        Without ``gm`` in the mode in which the graph is called.
+        """
+        mode = self.mode_of(gm, node) if gm is not None else Mode()
+        if self._is_opaque(node) or not mode.is_known:
+            return None
+        return self._outcome(node, mode).result
+
+    def _is_opaque(self, node: fx.Node) -> bool:
+        if not node.op.startswith("call_") or bodies.is_higher_order(node) or not self._may_run(node):
+            return True
+        return self._is_scalar_function(node, [value_of(arg) for arg in node.all_input_nodes])
+
+    def _effects(self, node: fx.Node, mode: Mode) -> tuple[_Outcome, dict[Any, Any]]:
+        """What the node does, its result aside; and what the symbols of the record are called here.
 
         A pure call is as pure for operands that differ in the names of unbacked symbols or in where in their storage
         they begin. Which operators a call is made of depends on sizes and strides; those are the same up to names, with
         the same symbols equal and of the same ranges. No operator decides by a storage offset, but to raise, and a
         captured call does not raise. A loop over experts has the same calls for each.
         """
-        key = _call_key(node, self.fake_mode.shape_env if self.fake_mode is not None else None, up_to_names=True)
+        shape_env = self.fake_mode.shape_env if self.fake_mode is not None else None
+        key, names = _call_key(node, mode, shape_env, up_to_names=True)
         if key not in self._pure:
-            outcome = self._outcome(node)
+            outcome = self._outcome(node, mode)
             if outcome.kind is not Kind.PURE or outcome.written:
-                return outcome
-            self._pure[key] = outcome
-        return self._pure[key]
+                return outcome, _own_names(outcome.record, node)
+            self._pure[key] = outcome, names
+        outcome, known = self._pure[key]
+        here = {symbol: names_there for names_there, symbol in names.items()}
+        renamed = {old: here[new] for old, new in known.items() if here[new] != old}
+        return outcome, {**_own_names(outcome.record, node), **renamed}
 
-    def _outcome(self, node: fx.Node) -> _Outcome:
-        key = _call_key(node)
+    def _outcome(self, node: fx.Node, mode: Mode) -> _Outcome:
+        key, _ = _call_key(node, mode)
         if key not in self._seen:
-            self._seen[key] = self._run(node, tensors_in([value_of(arg) for arg in node.all_input_nodes]))
+            self._seen[key] = self._run(node, mode, tensors_in([value_of(arg) for arg in node.all_input_nodes]))
         return self._seen[key]
 
     def _is_scalar_function(self, node: fx.Node, operands: list[Any]) -> bool:
@@ -214,7 +258,7 @@ class EffectAnalysis:
         # torch.add and its like are builtins without a module.
         return node.op == "call_method" or not module or module in _SCALAR_MODULES or f"{module}.".startswith("torch.")
 
-    def _run(self, node: fx.Node, tensors: list[torch.Tensor]) -> _Outcome:
+    def _run(self, node: fx.Node, mode: Mode, tensors: list[torch.Tensor]) -> _Outcome:
         # Detached aliases: in-place changes of shape must not reach the recorded fake tensors.
         aliases = {id(tensor): tensor.detach() for tensor in tensors}
 
@@ -224,21 +268,30 @@ class EffectAnalysis:
             return value
 
         args, kwargs = fx.map_arg(node.args, argument), fx.map_arg(node.kwargs, argument)
-        recorder = _Recorder()
+        recorder, operators = _Recorder(), Recorder([aliases[id(tensor)] for tensor in tensors])
         shape_env = self.fake_mode.shape_env if self.fake_mode is not None else None
         try:
-            with torch.no_grad(), compat.speculation(self.fake_mode, shape_env), recorder:
+            with (
+                mode.entered(),
+                torch.no_grad(),
+                compat.speculation(self.fake_mode, shape_env),
+                recorder,
+                observed_operators(operators),
+            ):
                 if node.op == "call_method":
                     result = getattr(args[0], str(node.target))(*args[1:], **kwargs)
                 else:
                     result = node.target(*args, **kwargs)  # type: ignore[operator]
         except Exception as failure:  # whatever it is, the node is not understood
             log.debug("'%s' cannot be run on fake tensors: %s", node.name, failure)
-            return _Outcome(Kind.BARRIER)
+            return _Outcome(Kind.BARRIER, changes_views=recorder.changes_views)
         written = tuple(i for i, t in enumerate(tensors) if is_plain(t) and storage_of(t) in recorder.written)
         if recorder.written - storages_of(tensors) - recorder.made:
             return _Outcome(Kind.BARRIER)
-        return _Outcome(recorder.kind(), written, recorder.syncs, recorder.random, result)
+        record = operators.record(result)
+        return _Outcome(
+            recorder.kind(), written, recorder.syncs, recorder.random, result, record, recorder.changes_views
+        )
 
 
 class _Recorder(TorchDispatchMode):
@@ -248,7 +301,7 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.written: set[StorageKey] = set()
         self.made: set[StorageKey] = set()
-        self.syncs = self.random = self.foreign = False
+        self.syncs = self.random = self.foreign = self.changes_views = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -262,6 +315,7 @@ class _Recorder(TorchDispatchMode):
             self.syncs |= bool(set(unbacked_in(result)) - set(unbacked_in([*args, kwargs])))
         self.syncs |= _copies_to_host(args, result)
         self.foreign |= func.namespace not in _KNOWN_NAMESPACES
+        self.changes_views |= torch.Tag.inplace_view in func.tags
         if func._schema.is_mutable:
             for i, argument in enumerate(func._schema.arguments):
                 if argument.alias_info is not None and argument.alias_info.is_write:
@@ -271,18 +325,6 @@ class _Recorder(TorchDispatchMode):
 
     def kind(self) -> Kind:
         return Kind.OPAQUE if self.random or self.foreign else Kind.PURE
-
-
-def open_or_close(contexts: list[fx.Node], node: fx.Node) -> None:
-    """Update ``contexts``, the nodes that opened the contexts around here, for ``node`` of kind MODE.
-
-    A node that takes one of them closes it, and those inside of it; any other opens one.
-    """
-    closed = [contexts.index(arg) for arg in node.all_input_nodes if arg in contexts]
-    if closed:
-        del contexts[min(closed) :]
-    else:
-        contexts.append(node)
 
 
 def _copies_to_host(args: Any, result: Any) -> bool:
@@ -305,10 +347,30 @@ def _map_tensors(value: Any, convert: Any) -> Any:
     return value
 
 
-def _call_key(node: fx.Node, shape_env: Any = None, up_to_names: bool = False) -> Any:
-    """Equal for two calls that do the same to operands of the same metadata.
+def _own_names(record: CallRecord | None, node: fx.Node) -> dict[Any, Any]:
+    """Symbols that came into being when the call was run to be recorded → those of the node's own value."""
+    if record is None:
+        return {}
+    inherited = {symbol for arg in node.all_input_nodes for symbol in unbacked_in(value_of(arg))}
+    names: dict[Any, Any] = {}
+    for recorded, leaf in zip(record.result, leaves(value_of(node)), strict=False):
+        if isinstance(recorded, Made):
+            recorded = record.operators[recorded.step].results[recorded.result]
+        numbers = recorded.shape if isinstance(recorded, Meta) else (recorded,)
+        actual = tuple(map(expression, leaf.shape if isinstance(leaf, torch.Tensor) else (leaf,)))
+        for old, new in zip(numbers, actual, strict=False):
+            if isinstance(old, sympy.Symbol) and old != new and new is not None and old not in inherited:
+                names.setdefault(old, sympy.sympify(new))
+    return names
 
-    With ``up_to_names`` but for storage offsets and the names of unbacked symbols.
+
+def _call_key(
+    node: fx.Node, mode: Mode, shape_env: Any = None, up_to_names: bool = False
+) -> tuple[Any, dict[Any, Any]]:
+    """Equal for two calls that do the same, in the same mode, to operands of the same metadata.
+
+    With ``up_to_names`` but for storage offsets and the names of unbacked symbols; the second value has the name that
+    the key uses for each.
     """
     storages: dict[StorageKey, int] = {}
     names: dict[Any, Any] = {}
@@ -343,4 +405,4 @@ def _call_key(node: fx.Node, shape_env: Any = None, up_to_names: bool = False) -
             return ("dict", *((key, describe(item)) for key, item in value.items()))
         return (type(value).__name__, repr(value))
 
-    return (node.op, node.target, describe(node.args), describe(node.kwargs))
+    return (node.op, node.target, mode, describe(node.args), describe(node.kwargs)), names

@@ -10,7 +10,7 @@ from torch import fx
 from glue_compiler import compat
 from glue_compiler.errors import GlueInvariantError
 from glue_compiler.fx import bodies
-from glue_compiler.fx.effects import EffectAnalysis, Kind, open_or_close
+from glue_compiler.fx.effects import EffectAnalysis, Kind
 from glue_compiler.fx.values import Symbolic, expression, leaves, unbacked_in, value_of
 
 
@@ -24,27 +24,12 @@ def check_graph(gm: fx.GraphModule, effects: EffectAnalysis) -> None:
     Raises:
         GlueInvariantError: names the node and what does not hold.
     """
-    inside_a_mode: set[fx.Node] = set()
-    for module in bodies.graph_modules(gm):  # callers before the bodies they call
-        inside_a_mode |= _inside_a_mode(module, effects)
-        for node in inside_a_mode & set(module.graph.nodes):
-            inside_a_mode.update(inner for body in bodies.bodies_of(module, node) for inner in body.graph.nodes)
+    effects.read_modes(gm)
+    for module in bodies.graph_modules(gm):
         module.graph.lint()
-        metadata = _metadata(module, effects, inside_a_mode)
+        metadata = _metadata(module, effects)
         for problem in (*_structure(module), *_unbound_symbols(module, effects), *metadata):
             raise GlueInvariantError(problem)
-
-
-def _inside_a_mode(gm: fx.GraphModule, effects: EffectAnalysis) -> set[fx.Node]:
-    """Nodes between the opening and the closing of a context such as autocast."""
-    opened: list[fx.Node] = []
-    inside: set[fx.Node] = set()
-    for node in gm.graph.nodes:
-        if effects.of(gm, node).kind is Kind.MODE:
-            open_or_close(opened, node)
-        elif opened:
-            inside.add(node)
-    return inside
 
 
 def _structure(gm: fx.GraphModule) -> Iterator[str]:
@@ -77,10 +62,9 @@ def _may_bind(gm: fx.GraphModule, node: fx.Node, effects: EffectAnalysis) -> boo
     return found.syncs or found.kind is not Kind.PURE
 
 
-def _metadata(gm: fx.GraphModule, effects: EffectAnalysis, inside_a_mode: set[fx.Node]) -> Iterator[str]:
+def _metadata(gm: fx.GraphModule, effects: EffectAnalysis) -> Iterator[str]:
     for node in gm.graph.nodes:
-        # Running again happens outside of the graph's own modes, which change dtypes.
-        again = effects.result_of(node) if node not in inside_a_mode else None
+        again = effects.result_of(gm, node)
         if again is None:
             continue
         recorded, computed = list(leaves(value_of(node))), list(leaves(again))

@@ -20,21 +20,23 @@ from torch import fx
 
 from glue_compiler.fx import bodies
 from glue_compiler.fx.bodies import BodyCall
-from glue_compiler.fx.effects import EffectAnalysis, Effects, Kind, open_or_close
+from glue_compiler.fx.effects import EffectAnalysis, Effects, Kind
 from glue_compiler.fx.values import (
     StorageKey,
     Symbolic,
     expression,
     is_plain,
     leaves,
+    storage_of,
     storages_of,
+    tensors_in,
     unbacked_in,
     value_of,
 )
 
 Number = int
-Mode = tuple[str, ...]
-"""The open contexts (autocast and the like), outermost first, each with its arguments."""
+Autocast = tuple[tuple[Any, ...], ...]
+"""The open autocast regions, outermost first, each by its arguments."""
 
 
 @dataclass(eq=False)
@@ -46,8 +48,8 @@ class Scope:
     call: BodyCall | None = None
     called_at: int = 0
     """Time of the call: a node that reads no memory written later sees what the caller sees."""
-    mode: Mode = ()
-    """The mode at the call."""
+    mode: Autocast = ()
+    """At the call."""
     children: list[Scope] = field(default_factory=list)
 
     @property
@@ -64,12 +66,25 @@ class Occurrence:
     time: int
     last_write: int
     """Time of the last write to memory that the node reads."""
-    mode: Mode
+    mode: Autocast
+
+
+@dataclass(frozen=True)
+class Write:
+    """Memory that may change at ``time``; ``writer`` is None if it is not known what is written there."""
+
+    time: int
+    storages: frozenset[StorageKey]
+    writer: fx.Node | None
 
 
 @dataclass
 class Numbering:
-    """The result. ``occurrences[n]`` are in order of execution; nodes of every scope are in ``numbers``."""
+    """The result. ``occurrences[n]`` are in order of execution; nodes of every scope are in ``numbers``.
+
+    A number says what a node's result is when it is made. What a later node finds in that memory is asked with
+    :meth:`contents`.
+    """
 
     root: Scope
     scopes: list[Scope]
@@ -77,13 +92,71 @@ class Numbering:
     occurrences: dict[Number, list[Occurrence]]
     effects: dict[fx.Node, Effects]
     written: set[StorageKey]
-    """Storages that are written somewhere in the graph."""
+    """Storages that are written somewhere in the graph, or may be by a node that nothing is known of."""
     returned: set[StorageKey]
     """Storages that the graph returns."""
     equal_symbols: dict[Any, Any]
     """Unbacked symbol → the equal one that was seen first."""
     separated: list[tuple[fx.Node, fx.Node, str]]
     """(node, earlier node, why): the same call, not proved to give the same value."""
+    writes: list[Write]
+    """In order of execution."""
+    starts: dict[fx.Node, int]
+    """When a node reads its operands."""
+    ends: dict[fx.Node, int]
+    """When a node's result is made."""
+    unreadable: set[StorageKey]
+    """Memory of tensors that are given another shape in place: their metadata is that of the end of the graph."""
+
+    def contents(self, node: fx.Node, at: fx.Node) -> fx.Node | None:
+        """The node whose result, when it was made, is what ``at`` finds in the memory of ``node``.
+
+        ``node`` itself if nothing may have written that memory in between; a later node that wrote all of it in place;
+        None if it is not known.
+        """
+        storages = storages_of(value_of(node))
+        if storages & self.unreadable or not all(is_plain(tensor) for tensor in tensors_in(value_of(node))):
+            return None
+        last = self._last_write(storages, self.ends[node], self.starts[at])
+        if last is None:
+            return node
+        if last.writer is None or not _is_same_view(value_of(last.writer), value_of(node)):
+            return None
+        return last.writer
+
+    def is_kept(self, node: fx.Node, at: fx.Node) -> bool:
+        """Does ``at`` find in the memory of ``node`` what was there when ``node`` was made?"""
+        return self.contents(node, at) is node
+
+    def is_unwritten(self, storage: StorageKey, after: fx.Node, before: fx.Node) -> bool:
+        """Is nothing written to ``storage`` between the two nodes, as far as is known?"""
+        if storage in self.unreadable:
+            return False
+        return self._last_write({storage}, self.ends[after], self.starts[before]) is None
+
+    def equal_at(self, first: fx.Node, second: fx.Node, at: fx.Node) -> bool:
+        """Does ``at`` find equal values in ``first`` and ``second``?"""
+        found = [self.contents(node, at) for node in (first, second)]
+        return None not in found and self.numbers[found[0]] == self.numbers[found[1]]  # type: ignore[index]
+
+    def _last_write(self, storages: set[StorageKey], after: int, before: int) -> Write | None:
+        for write in reversed(self.writes):
+            if write.time <= after:
+                return None
+            if write.time < before and write.storages & storages:
+                return write
+        return None
+
+
+def _is_same_view(first: Any, second: Any) -> bool:
+    """Are these tensors the same elements of the same memory?"""
+    if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor) or first.dtype != second.dtype:
+        return False
+    views = [
+        (storage_of(t), *(tuple(map(expression, n)) for n in (t.shape, t.stride(), [t.storage_offset()])))
+        for t in (first, second)
+    ]
+    return views[0] == views[1]
 
 
 def number_values(gm: fx.GraphModule, analysis: EffectAnalysis) -> Numbering:
@@ -101,11 +174,13 @@ class _Numberer:
         self.by_call: dict[Any, fx.Node] = {}
         self.last_write: dict[StorageKey, int] = defaultdict(int)
         self.last_barrier = 0
-        self.mode: list[fx.Node] = []
+        self.mode: Autocast = ()
+        self.escaped: set[StorageKey] = set()
         root = Scope(gm)
-        self.out = Numbering(root, [root], {}, defaultdict(list), {}, set(), set(), {}, [])
+        self.out = Numbering(root, [root], {}, defaultdict(list), {}, set(), set(), {}, [], [], {}, {}, set())
 
     def run(self) -> Numbering:
+        self.analysis.read_modes(self.out.root.module)
         self._scope(self.out.root)
         return self.out
 
@@ -115,11 +190,15 @@ class _Numberer:
         if scope.call is not None:
             inherited = dict(zip(scope.call.placeholders, scope.call.operands, strict=True))
         for node in scope.module.graph.nodes:
+            self.mode = self.analysis.mode_of(scope.module, node).autocast
+            if node.op == "placeholder" or node.op == "get_attr":
+                self.escaped |= storages_of(value_of(node))  # others may hold it
             if node.op == "output":
                 self.out.returned |= storages_of([value_of(arg) for arg in node.all_input_nodes])
             elif node.op == "placeholder":
                 operand = inherited.get(node)
-                number = self.out.numbers[operand] if isinstance(operand, fx.Node) else next(self.fresh)
+                held = self._held(operand, scope) if isinstance(operand, fx.Node) else None
+                number = self.out.numbers[held] if held is not None else next(self.fresh)
                 self.out.numbers[node] = number
                 self._occurs(number, node, scope)
             elif node.op == "get_attr":
@@ -131,24 +210,28 @@ class _Numberer:
             else:
                 self._operator(scope, node)
 
+    def _held(self, operand: fx.Node, scope: Scope) -> fx.Node | None:
+        """Of which node a body finds the result in what its caller passes."""
+        assert scope.call is not None
+        return self.out.contents(operand, scope.call.node) if tensors_in(value_of(operand)) else operand
+
     def _call(self, scope: Scope, node: fx.Node, call: BodyCall) -> None:
-        child = Scope(call.body, scope, call, next(self.clock), self._mode_now())
+        self.out.starts[node] = next(self.clock)
+        child = Scope(call.body, scope, call, next(self.clock), self.mode)
         scope.children.append(child)
         self.out.scopes.append(child)
-        outer_mode, written_before = list(self.mode), len(self.out.written)
+        written_before = len(self.out.written)
         self._scope(child)
-        self.mode = outer_mode
+        self.mode = child.mode
         inside = [storages_of(value_of(placeholder)) for placeholder in call.placeholders]
         outside = [storages_of(value_of(arg)) if isinstance(arg, fx.Node) else set() for arg in call.operands]
         if len(self.out.written) > written_before and inside != outside:
-            self.last_barrier = next(self.clock)  # the body wrote to memory whose name outside is not known
+            self._barrier(node)  # the body wrote to memory whose name outside is not known
         self.out.effects[node] = Effects(Kind.OPAQUE)
         self._set(node, scope, next(self.fresh))
 
     def _operator(self, scope: Scope, node: fx.Node) -> None:
         effects = self.out.effects[node] = self.analysis.of(scope.module, node)
-        if effects.kind is Kind.MODE:
-            open_or_close(self.mode, node)
         if effects.kind in (Kind.PURE, Kind.ASSERT):
             number = self._pure(node, effects)
         else:
@@ -156,14 +239,24 @@ class _Numberer:
             self._note_separated(node, effects)
         self._set(node, scope, number)
         if effects.kind is Kind.BARRIER:
-            self.last_barrier = next(self.clock)
-            self.out.written |= storages_of([value_of(arg) for arg in node.all_input_nodes])
-        for storage in effects.writes:
-            self.last_write[storage] = next(self.clock)
-        self.out.written |= effects.writes
+            self._barrier(node)
+        if effects.changes_views:
+            self.out.unreadable |= storages_of([value_of(arg) for arg in node.all_input_nodes])
+        if effects.writes:
+            now = next(self.clock)
+            self.last_write.update(dict.fromkeys(effects.writes, now))
+            self.out.writes.append(Write(now, effects.writes, node))
+            self.out.written |= effects.writes
+            self.out.ends[node] = next(self.clock)  # its result is what it leaves behind
 
-    def _mode_now(self) -> Mode:
-        return tuple(f"{node.target} {node.args} {node.kwargs}" for node in self.mode)
+    def _barrier(self, node: fx.Node) -> None:
+        """Memory that others than this graph's operators may know of may have been written."""
+        self.last_barrier = next(self.clock)
+        operands = storages_of([value_of(arg) for arg in node.all_input_nodes])
+        self.escaped |= operands | storages_of(value_of(node))
+        self.out.written |= self.escaped
+        self.out.writes.append(Write(self.last_barrier, frozenset(self.escaped), None))
+        self.out.ends[node] = next(self.clock)
 
     def _pure(self, node: fx.Node, effects: Effects) -> Number:
         call = (effects.kind, node.op, node.target if effects.kind is Kind.PURE else "assert")
@@ -172,7 +265,7 @@ class _Numberer:
         described = self._describe(arguments, with_memory=True)
         value = value_of(node)
         own = self._own_symbols(node)
-        key = (call, described, self._mode_now(), self.last_barrier, self._metadata(value, own))
+        key = (call, described, self.mode, self.last_barrier, self._metadata(value, own))
         number = self.by_key.get(key)
         if number is None:
             self._note_separated(node, effects)
@@ -256,5 +349,6 @@ class _Numberer:
     def _occurs(self, number: Number, node: fx.Node, scope: Scope) -> None:
         read = storages_of([value_of(arg) for arg in node.all_input_nodes])
         last = max((self.last_write.get(storage, 0) for storage in read), default=0)
-        occurrence = Occurrence(node, scope, next(self.clock), max(last, self.last_barrier), self._mode_now())
+        occurrence = Occurrence(node, scope, next(self.clock), max(last, self.last_barrier), self.mode)
         self.out.occurrences[number].append(occurrence)
+        self.out.starts[node] = self.out.ends[node] = occurrence.time

@@ -38,7 +38,7 @@ class LoopPlanner:
         self.numbers = numbers
         self.analysis = analysis
         self.effects: dict[fx.Node, Effects] = {node: analysis.of(gm, node) for node in self.nodes}
-        self.modes = Modes(self.nodes, self.effects)
+        self.modes = Modes(gm, self.nodes, analysis)
 
     def in_order(self, nodes: Collection[fx.Node]) -> list[fx.Node]:
         return sorted(nodes, key=self.position.__getitem__)

@@ -86,4 +86,4 @@ def _copy_before_use(placeholder: fx.Node, last: fx.Node, effects: EffectAnalysi
         copy = placeholder.graph.call_method("clone", (placeholder,))
     placeholder.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy)
     copy.meta["example_value"] = value_of(placeholder)
-    copy.meta["example_value"] = effects.result_of(copy)  # the same, in memory of its own
+    copy.meta["example_value"] = effects.result_of(None, copy)  # the same, in memory of its own

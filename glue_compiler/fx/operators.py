@@ -1,0 +1,259 @@
+"""A captured graph as the operators that its nodes dispatch: values, what makes them, and what memory holds.
+
+Analyses match on operators and named arguments::
+
+    match operators.does(value):
+        case Call(aten.dropout, {"input": weights, "p": p, "train": train}): ...
+
+Operators are recorded above autograd and autocast (:mod:`glue_compiler.fx.records`), so ``linear``, ``softmax`` and
+``scaled_dot_product_attention`` are whole, and every spelling of a call gives the same operators. A value names a
+version: what is an argument of an operator is what the operator finds in memory, whatever was written before.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from glue_compiler.fx.effects import EffectAnalysis, Kind
+from glue_compiler.fx.records import CallRecord, Given, Made, Meta, RecordedOperator, Unknown, map_references, meta_of
+from glue_compiler.fx.value_numbering import Numbering
+from glue_compiler.fx.values import StorageKey, is_plain, leaves, storage_of, value_of
+
+OWN, FOUND = -1, -2
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor, or a number read from one, as it is when it is made.
+
+    Attributes:
+        node: the captured node at which it comes to be.
+        step: which of the node's operators makes it; OWN for what the node itself is: an input, an attribute, the
+            result of a call that is not looked into; FOUND for what the node finds in one of its operands, if that was
+            written in a way that is not followed.
+        leaf: which of the results of that operator, or of the node's value, flattened; of its operands, in order.
+    """
+
+    node: fx.Node
+    step: int = OWN
+    leaf: int = 0
+
+
+@dataclass(frozen=True)
+class Call:
+    """One operator of ATen or of a library, called.
+
+    Attributes:
+        operator: the packet, such as ``torch.ops.aten.add``; of an operator in place ``torch.ops.aten.add_``.
+        arguments: by the names of the schema, absent ones with their defaults: tensors as :class:`Value`, symbolic
+            numbers as sympy expressions, tensors of one known element as Python numbers, lists as tuples.
+        overload: such as ``torch.ops.aten.add.Tensor``.
+        written: names of the arguments that it writes.
+        node: the captured node that it is a part of.
+    """
+
+    operator: Any
+    arguments: Mapping[str, Any]
+    overload: Any
+    written: tuple[str, ...]
+    node: fx.Node
+
+    __match_args__ = ("operator", "arguments")
+
+
+@dataclass
+class Operators:
+    """Reads one numbered graph and the bodies in it. Remembers what it has read; changes nothing."""
+
+    numbering: Numbering
+    analysis: EffectAnalysis
+    _modules: dict[fx.Graph, fx.GraphModule] = field(default_factory=dict)
+    _records: dict[fx.Node, CallRecord | None] = field(default_factory=dict)
+    _operands: dict[fx.Node, list[Value]] = field(default_factory=dict)
+    _passed: dict[fx.Node, tuple[fx.Node, fx.Node]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for scope in self.numbering.scopes:
+            self._modules[scope.module.graph] = scope.module
+            if scope.call is not None:
+                pairs = zip(scope.call.placeholders, scope.call.operands, strict=True)
+                call = scope.call.node
+                self._passed |= {inner: (outer, call) for inner, outer in pairs if isinstance(outer, fx.Node)}
+
+    # -- values of nodes
+
+    def value(self, node: fx.Node, leaf: int = 0) -> Value:
+        """What ``node`` evaluates to when it is made, or item ``leaf`` of it, flattened.
+
+        A call that gives one of its operands, such as ``contiguous()`` of what is contiguous, stands for the operand.
+        """
+        if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+            index, source = node.args[1], value_of(node.args[0])
+            if isinstance(source, tuple | list) and type(index) is int and _is_flat(source):
+                return self.found(node.args[0], node, index % len(source)) or Value(node)
+        record = self.record(node)
+        if record is None or leaf >= len(record.result):
+            return Value(node, OWN, leaf)
+        return self._resolved(node, record.result[leaf], leaf)
+
+    def found(self, node: fx.Node, at: fx.Node, leaf: int = 0) -> Value | None:
+        """What ``at`` finds in ``node``: the result of ``node``, or of what has written all of its memory since.
+
+        None: the memory may have been written in a way that is not followed.
+        """
+        value = self.value(node, leaf)
+        if not self.is_tensor(value) or self.is_kept(value, at):
+            return value
+        writer = self.numbering.contents(node, at) if not leaf else None
+        return self.value(writer) if writer is not None and writer is not node else None
+
+    def _resolved(self, node: fx.Node, reference: Any, leaf: int) -> Value:
+        if isinstance(reference, Given):
+            return self._given(node)[reference.position]
+        if isinstance(reference, Made):
+            return Value(node, reference.step, reference.result)
+        return Value(node, OWN, leaf)
+
+    def passed(self, value: Value) -> Value | None:
+        """For an input of a body, what the caller passes."""
+        outer = self._passed.get(value.node) if value.step == OWN else None
+        return self.found(*outer) if outer is not None else None
+
+    def node_of(self, value: Value) -> fx.Node | None:
+        """A node that evaluates to ``value``; None for a value inside of a call, and for items that no node takes."""
+        node = value.node
+        if value.step == FOUND:
+            return None
+        if isinstance(value_of(node), tuple | list):
+            items = (user for user in node.users if user.target is operator.getitem)
+            return next((item for item in items if self.value(item) == value), None)
+        return node if self.value(node) == value else None
+
+    # -- what makes them
+
+    def record(self, node: fx.Node) -> CallRecord | None:
+        if node not in self._records:
+            module = self._modules.get(node.graph)
+            self._records[node] = self.analysis.record_of(module, node) if module is not None else None
+        return self._records[node]
+
+    def does(self, value: Value) -> Call | None:
+        """The operator that makes ``value``; None for an input, an attribute, and a call that is not looked into."""
+        record = self.record(value.node) if value.step >= 0 else None
+        return self._call(value.node, record.operators[value.step]) if record is not None else None
+
+    def calls(self, node: fx.Node) -> list[Call] | None:
+        """All operators of a node, in order; None for a call that is not looked into."""
+        record = self.record(node)
+        return [self._call(node, each) for each in record.operators] if record is not None else None
+
+    def _call(self, node: fx.Node, each: RecordedOperator) -> Call:
+        arguments = {
+            name: map_references(value, lambda reference: self._resolved(node, reference, 0))
+            for name, value in each.arguments.items()
+        }
+        return Call(each.overload.overloadpacket, arguments, each.overload, each.written, node)
+
+    def _given(self, node: fx.Node) -> list[Value]:
+        """What a node's call finds in the tensors that it is given, in the order in which its record counts them."""
+        if node not in self._operands:
+            self._operands[node] = [
+                self.found(arg, node, leaf) or Value(node, FOUND, position)
+                for position, (arg, leaf) in enumerate(_given_leaves(node))
+            ]
+        return self._operands[node]
+
+    # -- what is known of them
+
+    def meta(self, value: Value) -> Meta:
+        """Raises TypeError for a number."""
+        record = self.record(value.node) if value.step >= 0 else None
+        found = record.operators[value.step].results[value.leaf] if record is not None else self._own(value)
+        if isinstance(found, torch.Tensor):
+            found = meta_of(found)
+        if not isinstance(found, Meta):
+            raise TypeError(f"{value} is no tensor")
+        return found
+
+    def is_tensor(self, value: Any) -> bool:
+        """Is it a plain, dense tensor?"""
+        if not isinstance(value, Value):
+            return False
+        if value.step >= 0:
+            record = self.record(value.node)
+            assert record is not None
+            return isinstance(record.operators[value.step].results[value.leaf], Meta)
+        found = self._own(value)
+        return isinstance(found, torch.Tensor) and is_plain(found)
+
+    def number(self, value: Value) -> Any:
+        """Equal for two values that are equal when they are made."""
+        node = self.node_of(value)
+        if node is not None:
+            return self.numbering.numbers[node]
+        return (self.numbering.numbers[value.node], value.step, value.leaf)
+
+    def is_pure(self, value: Value) -> bool:
+        """Is it made by operators of torch's own that do nothing else?"""
+        effects = self.numbering.effects.get(value.node)
+        return effects is not None and effects.kind is Kind.PURE and value.step >= 0
+
+    # -- what memory holds
+
+    def storage(self, value: Value) -> StorageKey | None:
+        """The memory that a value lies in; None for memory that no other value of the graph lies in."""
+        if value.step < 0:
+            found = self._own(value)
+            return storage_of(found) if isinstance(found, torch.Tensor) and is_plain(found) else None
+        record = self.record(value.node)
+        assert record is not None
+        position = record.operators[value.step].memory[value.leaf]
+        if position >= 0:
+            return self.storage(self._given(value.node)[position])
+        made = Made(value.step, value.leaf)
+        if made not in record.result:
+            return None
+        found = list(leaves(value_of(value.node)))[record.result.index(made)]
+        return storage_of(found) if isinstance(found, torch.Tensor) and is_plain(found) else None
+
+    def is_kept(self, value: Value, at: fx.Node) -> bool:
+        """Does ``at`` find in the memory of ``value`` what was there when ``value`` was made?"""
+        storage = self.storage(value)
+        return self.is_tensor(value) and (storage is None or self.numbering.is_unwritten(storage, value.node, at))
+
+    def is_fixed(self, value: Value) -> bool:
+        """Is it a plain tensor whose memory nothing in the graph may write?"""
+        if not self.is_tensor(value):
+            return False
+        storage = self.storage(value)
+        return storage is None or storage not in self.numbering.written | self.numbering.unreadable
+
+    def _own(self, value: Value) -> Any:
+        node, leaf = value.node, value.leaf
+        if value.step == FOUND:
+            node, leaf = _given_leaves(node)[leaf]
+        found = list(leaves(value_of(node)))
+        return found[leaf] if leaf < len(found) else None
+
+
+def _given_leaves(node: fx.Node) -> list[tuple[fx.Node, int]]:
+    """The tensors that a node is given, in order, each as an operand and which leaf of it."""
+    return [
+        (arg, leaf)
+        for arg in node.all_input_nodes
+        for leaf, item in enumerate(leaves(value_of(arg)))
+        if isinstance(item, torch.Tensor)
+    ]
+
+
+def _is_flat(values: Any) -> bool:
+    return all(not isinstance(item, tuple | list | dict) for item in values)
+
+
+__all__ = ["Call", "Operators", "Unknown", "Value"]
