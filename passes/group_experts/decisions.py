@@ -60,7 +60,8 @@ class Decisions:
         """Returns whether the graph has changed."""
         segments = [loop for loop, _ in self.segments]
         loops = [loop for loop, _ in self.loops]
-        proved, unproved = proved_regions(self.gm, [*loops, *self.alone], segments, self.operators)
+        written = {node for _, draft in (*self.loops, *self.segments) for node in draft.nodes}
+        proved, unproved = proved_regions(self.gm, [*loops, *self.alone], segments, written, self.operators)
         self.skips.update(dict.fromkeys(unproved))
         # Backwards: a loop that adds to the result of another finds it under the name that the plan has.
         for loop, draft in reversed(self.loops):

@@ -168,9 +168,9 @@ class BodyMatcher:
             return SlotWeight(first, self._tail(first), source, by_expert=False)
         if dims == (TOKEN, SLOT) and _is_known(value.shape[1], self.top_k):
             return SlotWeight(first, self._tail(first), source, by_expert=False)
-        if dims == (TOKEN, EXPERT_COLUMN) and isinstance(value.shape[1], int):
-            if value.shape[1] > self.row_sets[-1].expert:
-                return SlotWeight(first, self._tail(first), source, by_expert=True)
+        has_column = dims == (TOKEN, EXPERT_COLUMN) and isinstance(value.shape[1], int)
+        if has_column and value.shape[1] > self.row_sets[-1].expert:
+            return SlotWeight(first, self._tail(first), source, by_expert=True)
         raise LeftAlone("the body indexes a tensor in a way that is neither by token nor by token and slot", first)
 
     def _gathered_from(self, nodes: Nodes, each: list[Gathered]) -> fx.Node | None:
@@ -238,7 +238,7 @@ class BodyMatcher:
                 names = ("self", "mat2", "")
             case _:
                 return None
-        xs, weights, biases = (self._operands_of(nodes, name) for name in names)
+        weights, biases = (self._operands_of(nodes, name) for name in names[1:])
         if not all(isinstance(weight, Value) and weight.node not in self.dependent for weight in weights):
             raise LeftAlone("the body multiplies rows by a matrix that is made of rows", first)
         has_bias = biases[0] is not None

@@ -32,9 +32,10 @@ def draft_group(gm: fx.GraphModule, loop: ExpertLoop, operators: Operators) -> D
         with gm.graph.inserting_before(loop.last):
             combined = _Grouped(emit, operators, loop).write()
         wanted = value_of(loop.accumulator if loop.in_place else loop.last)
-        if loop.starts_at_zero and not _is_alike(value_of(combined), wanted):
-            raise LeftAlone("the accumulator has another dtype, shape or layout than what would replace it")
-        return lambda: _put_in(gm, loop, emit, combined)
+        replaces = loop.starts_at_zero and _is_alike(value_of(combined), wanted)
+        if not replaces and not loop.sinks[0].adds:
+            raise LeftAlone("the tensor that is assigned to has another layout than what would replace it")
+        return lambda: _put_in(gm, loop, emit, combined, replaces)
 
     return drafted(gm.graph, write)
 
@@ -47,16 +48,16 @@ def _is_alike(first: torch.Tensor, second: torch.Tensor) -> bool:
     return described[0] == described[1]
 
 
-def _put_in(gm: fx.GraphModule, loop: ExpertLoop, emit: Emitter, combined: fx.Node) -> None:
+def _put_in(gm: fx.GraphModule, loop: ExpertLoop, emit: Emitter, combined: fx.Node, replaces: bool) -> None:
     accumulator, result = loop.accumulator, combined
-    if not loop.starts_at_zero:
+    if not replaces:
         with gm.graph.inserting_before(loop.last):
             result = gm.graph.call_method("add_" if loop.in_place else "add", (accumulator, combined))
         result.meta.update(emit.meta, example_value=value_of(accumulator if loop.in_place else loop.last))
     for sink in reversed(loop.sinks):
         sink.node.replace_all_uses_with(accumulator if loop.in_place and sink.node is not loop.last else result)
         gm.graph.erase_node(sink.node)
-    if loop.starts_at_zero and loop.in_place:
+    if replaces and loop.in_place:
         accumulator.replace_all_uses_with(result)
         gm.graph.erase_node(accumulator)
     for node in reversed(gm.graph.nodes):

@@ -65,7 +65,7 @@ class Rows(enum.Enum):
     VECTOR = "one for each row instead of one for each expert"
 
 
-def out_of_place(operators: Operators, node: fx.Node) -> tuple[Any, list[Any], dict[str, Any]] | None:
+def out_of_place(operators: Operators, node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | None:
     """What computes the result of ``node``, one operator in place, if nothing else sees the tensor that it overwrites.
 
     As (overload, positional arguments, keyword arguments).
@@ -94,7 +94,7 @@ def out_of_place(operators: Operators, node: fx.Node) -> tuple[Any, list[Any], d
             return None
         arguments[name] = argument
     keywords = {each.name for each in functional._schema.arguments if each.kwarg_only}
-    positional = [argument for name, argument in arguments.items() if name not in keywords]
+    positional = tuple(argument for name, argument in arguments.items() if name not in keywords)
     return functional, positional, {name: arguments[name] for name in keywords & arguments.keys()}
 
 

@@ -23,6 +23,7 @@ def proved_regions(
     gm: fx.GraphModule,
     loops: Sequence[ExpertLoop],
     segments: Sequence[SegmentLoop],
+    written: Collection[fx.Node],
     operators: Operators,
 ) -> tuple[list[SpeculativeRegion], list[Skip]]:
     """The speculative regions of ``gm`` that do nothing for an expert without rows.
@@ -30,6 +31,9 @@ def proved_regions(
     All that such a region traced is part of a grouped loop, which adds nothing for an expert without rows, or is dead.
     It does run for an expert with rows: an unrolled loop iterates over the row counts of the very mask that its body
     selects with, and a branch asks for the number of rows that its region adds.
+
+    Args:
+        written: the nodes of the grouped forms.
     """
     proved: list[SpeculativeRegion] = []
     skips = []
@@ -38,7 +42,7 @@ def proved_regions(
     for node in gm.graph.nodes:
         for region in node.meta.get(REGIONS, ()):
             traced.setdefault(region, []).append(node)
-    inside = {node for loop in loops for node in loop.absorbed}
+    inside = {*written, *(node for loop in loops for node in loop.absorbed)}
     inside |= {node for loop in segments for node in loop.absorbed | loop.numbers}
     for region, nodes in traced.items():
         reason = _left_over(gm, region, nodes, inside, operators.analysis)
@@ -69,7 +73,7 @@ def _left_over(
         return "the graph ends inside of it"
     left: set[fx.Node] = set()
     for node in reversed(traced):
-        dead = analysis.of(gm, node).kind is Kind.PURE and all(user in left for user in node.users)
+        dead = analysis.of(gm, node).kind is Kind.PURE and all(user in left or user in inside for user in node.users)
         if node in inside or dead:
             left.add(node)
         else:
