@@ -320,8 +320,8 @@ class _Planner(LoopPlanner):
             if any(user not in mine and (self.position[user] < end or not sink.in_place) for user in sink.node.users):
                 raise LeftAlone("the loop's accumulator is read between its experts", sink.node)
         filled = fill_of(self.operators, self.operators.value(accumulator))
-        # What gets a gradient of its own is more than zeros.
-        fresh = not touched_before and not requires_grad(value_of(accumulator))
+        # Zeros that get a gradient of their own are no leaf to write in place, and cannot go out of place.
+        fresh = not touched_before and (sinks[0].in_place or not requires_grad(value_of(accumulator)))
         made_for_it = fresh and filled is Fill.ZEROS
         if not sinks[0].adds and not made_for_it and not (fresh and filled is Fill.EMPTY):
             raise LeftAlone("tokens of no expert keep what was in the tensor that is assigned to", sinks[0].node)

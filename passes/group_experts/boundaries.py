@@ -12,7 +12,7 @@ from torch import fx
 
 from glue_compiler.fx.operators import Call, Operators, Value
 from glue_compiler.fx.values import Symbolic, expression, value_of
-from glue_compiler.passes.group_experts.copies import COPIES, Fill, fill_of
+from glue_compiler.passes.group_experts.copies import Fill, copied_from, fill_of
 
 aten = torch.ops.aten
 Item = tuple[Value, int]
@@ -115,9 +115,7 @@ class Boundaries:
                 return self._item(vector, index)
             case Call(aten.unbind, {"self": vector, "dim": 0 | -1}):
                 return self._item(vector, value.leaf)
-            case Call(operator, {"self": source}) if operator in COPIES:
-                return self.of(source)
-        return None
+        return self.of(copied_from(self._operators, value))
 
     def _sum(self, first: Any, second: Any, sign: int) -> Boundary | None:
         before, after = self.of(first), self.of(second)
@@ -155,9 +153,9 @@ class Boundaries:
         length = self._operators.meta(vector).shape[0]
         if fill_of(self._operators, vector) is Fill.ZEROS:
             return [Boundary()] * length
+        if self._is_vector(source := copied_from(self._operators, vector)):
+            return self.items(source)
         match self._operators.does(vector):
-            case Call(operator, {"self": source}) if operator in COPIES and self._is_vector(source):
-                return self.items(source)
             case Call(aten.cumsum, {"self": source, "dim": 0 | -1}) if self._is_vector(source):
                 return self._running_sums(source)
             case Call(aten.cat | aten.concat | aten.concatenate, {"tensors": parts, "dim": 0 | -1}):

@@ -52,10 +52,11 @@ _FULL = {aten.full, aten.full_like, aten.new_full}
 def copied_from(operators: Operators, value: Any) -> Value | None:
     """The tensor that ``value`` is a copy or a cast of. What a cast rounds is for the caller to ask."""
     call = operators.does(value) if isinstance(value, Value) else None
-    if call is None or call.operator not in COPIES:
+    source = call.arguments.get("self") if call is not None else None
+    if call is None or not isinstance(source, Value):
         return None
-    source = call.arguments["self"]
-    return source if isinstance(source, Value) else None
+    same = call.overload in SAME_ELEMENTS and operators.meta(source).shape == operators.meta(value).shape
+    return source if same or call.operator in COPIES else None
 
 
 def without_aliases(operators: Operators, value: Value) -> Value:

@@ -17,7 +17,7 @@ from torch import fx
 from glue_compiler import compat
 from glue_compiler.fx.effects import Kind
 from glue_compiler.fx.operators import Call, Operators, Value
-from glue_compiler.fx.values import expression, requires_grad, source_line, storage_of, storages_of, value_of
+from glue_compiler.fx.values import expression, source_line, storage_of, storages_of, value_of
 from glue_compiler.graph_pass import Skip
 from glue_compiler.passes.group_experts.boundaries import Boundaries, Boundary
 from glue_compiler.passes.group_experts.copies import Fill, fill_of
@@ -313,7 +313,7 @@ class _Planner(LoopPlanner):
             return
         into = value_of(writes[0].into)
         filled = self._fill(self.operators.value(writes[0].into))
-        if filled not in (Fill.ZEROS, Fill.EMPTY) or requires_grad(into):
+        if filled not in (Fill.ZEROS, Fill.EMPTY):
             raise LeftAlone("the results are written to a tensor that is not fresh, of zeros or empty", last)
         if not into.is_floating_point() or into.device != given.device:
             raise LeftAlone("the results are written to a tensor of integers, or on another device", last)
