@@ -88,16 +88,17 @@ def _moves_a_row(gates):
 
 
 HIT = {
-    "nothing written": (_hit_loop(), 1),
-    "mask": (_hit_loop("mask"), 0),
-    "counts": (_hit_loop("counts"), 0),
-    "greater": (_hit_loop("greater"), 0),
-    "hits": (_hit_loop("hits"), 0),
-    "counted in bf16": (_hit_loop(dtype=torch.bfloat16), 0),
-    "counted in fp32": (_hit_loop(dtype=torch.float32), 1),
-    "guarded": (_guarded_loop(False), 1),
-    "guarded by a number that is written": (_guarded_loop(True), 0),
+    "nothing written": (_hit_loop(), True),
+    "mask": (_hit_loop("mask"), False),
+    "counts": (_hit_loop("counts"), False),
+    "greater": (_hit_loop("greater"), False),
+    "hits": (_hit_loop("hits"), False),
+    "counted in bf16": (_hit_loop(dtype=torch.bfloat16), False),
+    "counted in fp32": (_hit_loop(dtype=torch.float32), True),
+    "guarded": (_guarded_loop(False), True),
+    "guarded by a number that is written": (_guarded_loop(True), False),
 }
+"""Name → the loop, and whether it is proved; if not, the frame is converted again as Dynamo does."""
 SORTED = {
     "ones": (_pieces(_ones(False)), 1),
     "ones that are written": (_pieces(_ones(True)), 0),
@@ -113,7 +114,8 @@ def test_hit_experts(name):
     loop, grouped = HIT[name]
     selected = routings()["spread"]
     run = check(loop, selected, inputs_for(selected))
-    assert _grouped(run) == grouped
+    assert bool(run.session.capture_events) != grouped
+    assert not grouped or _grouped(run) == 1
 
 
 @pytest.mark.parametrize("name", SORTED)
