@@ -10,7 +10,7 @@ from weakref import WeakSet
 
 from torch import fx
 
-from glue_compiler import capture, compat, expert_capture, registry
+from glue_compiler import capture, compat, registry
 from glue_compiler.fuel import RewriteCounter
 from glue_compiler.fx import bodies
 from glue_compiler.fx.prologues import join_prologues
@@ -60,7 +60,7 @@ class GlueBackend:
         with self.rewrites.undone_on_error():
             report.passes += pipeline.run(gm, Stage.CAPTURED, render_graph if is_shown else None)
             # Before anything is compiled: the frame is then converted again without the assumption.
-            expert_capture.check_proved(gm, (skip.reason for p in report.passes for skip in p.skips))
+            capture.check_proved(gm, (skip.reason for p in report.passes for skip in p.skips))
         report.nodes_after = bodies.count_nodes(gm)
         report.trace()
         if session:

@@ -230,7 +230,7 @@ def pass_uuid(graph_pass: GraphPass) -> bytes:
 def _toolkit_sources() -> tuple[Path, ...]:
     folder = Path(__file__).parent
     # Composite operators are traced through after the key was made, so their sources belong to it too.
-    parts = [folder, folder / "fx", folder / "compat", folder / "ops"]
+    parts = [folder, folder / "capture", folder / "fx", folder / "compat", folder / "ops"]
     return tuple(sorted(path for part in parts for path in part.glob("*.py")))
 
 

@@ -17,6 +17,17 @@ from glue_compiler.compat.dynamo import (
     is_soft_failure,
     patch_dynamo,
 )
+from glue_compiler.compat.dynamo_frames import (
+    converted_code,
+    instruction_index,
+    instructions_of,
+    is_assertion,
+    is_list_in,
+    is_tracing,
+    local_value,
+    loop_about_to_start,
+)
+from glue_compiler.compat.dynamo_tracing import TracingObserver, traced
 from glue_compiler.compat.inductor import (
     CacheKeyPass,
     cache_key_patch,
@@ -27,17 +38,7 @@ from glue_compiler.compat.inductor import (
     inductor_option_names,
     is_inductor_option,
 )
-from glue_compiler.compat.loop_capture import (
-    converted_code,
-    instruction_index,
-    instructions_of,
-    is_list_in,
-    is_tracing,
-    known_index,
-    local_value,
-    loop_about_to_start,
-    traced_iteration,
-)
+from glue_compiler.compat.known_index import known_index
 from glue_compiler.compat.symbols import (
     fake_mode_of,
     fake_tensor_type,
@@ -69,6 +70,7 @@ __all__ = [
     "FrameHook",
     "NEWEST_TORCH",
     "OLDEST_TORCH",
+    "TracingObserver",
     "cache_key_patch",
     "checked_inductor_option",
     "compile_with_aot_eager",
@@ -89,6 +91,7 @@ __all__ = [
     "install_frame_hook",
     "instruction_index",
     "instructions_of",
+    "is_assertion",
     "is_compiled",
     "is_data_dependent_failure",
     "is_functorch_wrapped",
@@ -113,7 +116,7 @@ __all__ = [
     "symbol_range",
     "trace_artifact",
     "trace_is_on",
-    "traced_iteration",
+    "traced",
     "unbacked_symbols",
     "upper_bound",
     "version_at_least",

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from glue_compiler.compat.dynamo_tracing import unobserved
 from glue_compiler.errors import GlueError
 
 
@@ -54,9 +55,10 @@ def install_frame_hook(is_ours: Callable[[Any], bool], hook: FrameHook) -> None:
     @functools.wraps(original)
     def convert_frame(self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
         compiler_fn, stored = _innermost_backend(self._torchdynamo_orig_backend)
-        if not is_ours(compiler_fn):
-            return original(self, frame, *args, **kwargs)
-        return hook(compiler_fn, stored, frame.f_code, lambda: original(self, frame, *args, **kwargs))
+        with unobserved():
+            if not is_ours(compiler_fn):
+                return original(self, frame, *args, **kwargs)
+            return hook(compiler_fn, stored, frame.f_code, lambda: original(self, frame, *args, **kwargs))
 
     convert_frame.glue_hook = hook  # type: ignore[attr-defined]
     ConvertFrameAssert.__call__ = convert_frame  # type: ignore[method-assign]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from glue_compiler.expert_capture import REGIONS
+from glue_compiler.capture.regions import REGIONS
 from glue_compiler.fx.effects import EffectAnalysis, Kind
 from glue_compiler.fx.spellings import EMPTY, ZEROS
 from glue_compiler.fx.values import (

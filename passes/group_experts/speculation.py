@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 from torch import fx
 
-from glue_compiler.expert_capture import HITS, REGIONS, NonEmptyBranch, SpeculativeRegion, UnrolledLoop, counted_sum
+from glue_compiler.capture.regions import HITS, REGIONS, NonEmptyBranch, SpeculativeRegion, UnrolledLoop, counted_sum
 from glue_compiler.fx.effects import EffectAnalysis, Kind
 from glue_compiler.fx.values import source_line, value_of
 from glue_compiler.graph_pass import Skip

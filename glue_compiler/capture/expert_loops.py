@@ -8,9 +8,6 @@ which marks the regions that it has proved; a frame with any other region is con
 
 from __future__ import annotations
 
-import contextlib
-import operator
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
@@ -18,89 +15,27 @@ from typing import Any
 import torch
 from torch import fx
 
-from glue_compiler import bytecode, compat, list_growth
-from glue_compiler.errors import GlueSpeculationError
-from glue_compiler.fx import bodies
-from glue_compiler.fx.spellings import CAT, SUM
+from glue_compiler import compat
+from glue_compiler.capture import bytecode, list_growth
+from glue_compiler.capture.list_growth import Growth
+from glue_compiler.capture.regions import (
+    HITS,
+    REGIONS,
+    NonEmptyBranch,
+    SpeculativeRegion,
+    UnrolledLoop,
+    counted_sum,
+)
+from glue_compiler.capture.row_conditions import row_condition
+from glue_compiler.fx.spellings import CAT
 from glue_compiler.fx.values import value_of
-from glue_compiler.list_growth import Growth
-from glue_compiler.row_conditions import RowCondition, row_condition
-
-REGIONS = "glue_speculative_regions"
-"""Key in ``node.meta``: the speculative regions that the node was traced in."""
-HITS = "glue_unrolled_hits"
-"""Key in ``node.meta`` of the nonzero that an unrolled loop iterates over."""
-
 
 MOST_EXPERTS = 2048
 """Loops over more are left to Dynamo: each iteration is traced."""
 
-_GREATER = {torch.greater, torch.gt, operator.gt, "gt", "greater", "__gt__"}
-
-
-@dataclass(eq=False)
-class SpeculativeRegion:
-    """Code that was traced although it does not always run: the instructions of ``span``."""
-
-    frame: Any
-    """The Dynamo translator that runs it."""
-    loop: bytecode.Loop
-    span: bytecode.Span
-    proved: bool = False
-    """Set by the pass that proved that running it when it would not have run does nothing."""
-    leaves_a_trace: bool = False
-    """The code changed a Python object that it had not made."""
-    created: list[Any] = field(default_factory=list)
-    """Stand for the Python objects that the code has made."""
-    is_over: bool = False
-    nodes: int = 0
-    """How many operators were traced in it."""
-
-    def is_running(self) -> bool:
-        at = compat.instruction_index(self.frame)
-        return not self.is_over and at is not None and self.span.start <= at < self.span.end
-
-    @property
-    def is_harmless(self) -> bool:
-        return (self.proved or not self.nodes) and not self.leaves_a_trace
-
-
-@dataclass(eq=False)
-class UnrolledLoop(SpeculativeRegion):
-    """A loop over the nonzero positions of a vector, traced as one over its first ``length`` positions."""
-
-    length: int = 0
-    overran: bool = False
-    """The body for the last position indexes past the end of a tensor."""
-    is_shortened: bool = False
-    """The vector has one position more, which is left out because the body cannot run for it."""
-
-    @property
-    def is_harmless(self) -> bool:
-        return self.proved and not self.leaves_a_trace
-
-
-@dataclass(eq=False)
-class NonEmptyBranch(SpeculativeRegion):
-    """What a branch skips if there are no rows."""
-
-    condition: RowCondition | None = None
-    carried: dict[str, list[Any]] = field(default_factory=dict)
-    """Local names that later iterations read → the ints, sympy expressions or nodes that they held before
-    the code, and after it."""
-    grown: dict[str, Growth] = field(default_factory=dict)
-    """Lists that the code appends one item to; whatever else their items do is that they are joined in one call."""
-    joined: dict[int, fx.Node] = field(default_factory=dict)
-    """Instruction that takes a whole list → the ``cat`` that it traced."""
-
-    @property
-    def is_harmless(self) -> bool:
-        nothing = not (self.nodes or self.carried or self.grown)
-        return (self.proved or nothing) and not self.leaves_a_trace
-
 
 @dataclass
-class SpeculativeRegions:
+class SpeculativeRegions(compat.TracingObserver):
     """The regions of the frame that is being converted.
 
     ``shortened``: loops whose last position is left out, by code object and position in it.
@@ -119,12 +54,7 @@ class SpeculativeRegions:
         loops = [region for region in self.regions if isinstance(region, UnrolledLoop) and region.overran]
         return frozenset(_name(loop.frame, loop.loop) for loop in loops)
 
-    @contextlib.contextmanager
-    def capturing(self) -> Iterator[None]:
-        with compat.traced_iteration(self._length, self._decide, self._created, self._mutated, self._made):
-            yield
-
-    def _length(self, frame: Any, iterated: fx.Node) -> int | None:
+    def length_of(self, frame: Any, iterated: fx.Node) -> int | None:
         """How many iterations to trace of a loop over ``iterated``, or None to leave it to Dynamo."""
         if not self._is_ours(frame):
             return None
@@ -143,9 +73,9 @@ class SpeculativeRegions:
         self.regions.append(region)
         return length
 
-    def _decide(self, frame: Any, at: int, node: fx.Node, expression: Any) -> bool | None:
+    def decide(self, frame: Any, at: int | None, node: fx.Node, expression: Any) -> bool | None:
         """The value of a condition that tells no rows from some rows, when there are some; None for any other."""
-        if not self._is_ours(frame):
+        if at is None or not self._is_ours(frame):
             return None
         instructions = frame.instructions
         condition = row_condition(node, expression)
@@ -179,11 +109,11 @@ class SpeculativeRegions:
             self.regions.clear()  # Dynamo starts again after a failed speculation
         return True
 
-    def _created(self, thing: Any) -> None:
+    def created(self, thing: Any) -> None:
         for region in self._running():
             region.created.append(thing)
 
-    def _mutated(self, thing: Any, variable: Any) -> None:
+    def mutated(self, thing: Any, variable: Any) -> None:
         for region in self._running():
             # What an iteration has made and nothing outside of it reads, it may change.
             if any(thing is own for own in region.created):
@@ -194,7 +124,7 @@ class SpeculativeRegions:
             elif isinstance(region, NonEmptyBranch):
                 region.grown[growth.name] = growth
 
-    def _made(self, node: fx.Node) -> None:
+    def made(self, node: fx.Node) -> None:
         if not node.op.startswith("call_"):  # an input that the code is the first to read is no part of it
             return
         if node.target in CAT:
@@ -218,18 +148,6 @@ class SpeculativeRegions:
 
     def _running(self) -> list[SpeculativeRegion]:
         return [region for region in self.regions if region.is_running()]
-
-
-def check_proved(gm: fx.GraphModule, reasons: Iterable[str]) -> None:
-    """Raises GlueSpeculationError if ``gm`` holds code of a region that no pass has proved.
-
-    Args:
-        reasons: why not, as passes recorded it.
-    """
-    for node in (node for module in bodies.graph_modules(gm) for node in module.graph.nodes):
-        regions = (*node.meta.get(REGIONS, ()), *([node.meta[HITS]] if HITS in node.meta else []))
-        if not all(region.is_harmless for region in regions):
-            raise GlueSpeculationError("; ".join(reasons) or f"'{node.name}' is not proved to do nothing without rows")
 
 
 def _name(frame: Any, loop: bytecode.Loop) -> tuple[CodeType, int]:
@@ -277,14 +195,3 @@ def _nonzero_of_a_vector(node: fx.Node) -> fx.Node | None:
     if not isinstance(value, torch.Tensor) or value.dim() != 1 or not isinstance(value.shape[0], int):
         return None
     return node if counted_sum(node) is not None and value.shape[0] <= MOST_EXPERTS else None
-
-
-def counted_sum(hits: fx.Node) -> fx.Node | None:
-    """The sum, for ``(sum > 0).nonzero()``."""
-    greater = hits.args[0]
-    if not isinstance(greater, fx.Node) or greater.target not in _GREATER or len(greater.args) != 2:
-        return None
-    total, zero = greater.args
-    if type(zero) is not int or zero != 0 or not isinstance(total, fx.Node):
-        return None
-    return total if total.target in SUM else None

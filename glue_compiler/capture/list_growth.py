@@ -1,6 +1,6 @@
 """Reads in bytecode how a function uses a list that a loop appends to: as a whole, joined by a call, or otherwise.
 
-Instructions are Dynamo's, see :mod:`glue_compiler.bytecode`.
+Instructions are Dynamo's, see :mod:`glue_compiler.capture.bytecode`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import dis
 from dataclasses import dataclass
 from typing import Any
 
-from glue_compiler.bytecode import Instructions, Span
+from glue_compiler.capture.bytecode import Instructions, Span
 
 _CALLS = ("CALL", "CALL_FUNCTION", "CALL_KW", "CALL_FUNCTION_KW", "CALL_METHOD")
 # Opcode → how many values it takes, of those that stand between a list and what takes it. Others are not followed.

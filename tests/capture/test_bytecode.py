@@ -2,8 +2,9 @@
 
 import pytest
 
-from glue_compiler import bytecode, compat
-from glue_compiler.list_growth import growth_of
+from glue_compiler import compat
+from glue_compiler.capture import bytecode
+from glue_compiler.capture.list_growth import growth_of
 
 
 def instructions_of(function):
