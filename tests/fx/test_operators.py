@@ -58,7 +58,7 @@ SPELLINGS = {
 def test_every_spelling_is_one_call(name):
     calls = []
     for fn in SPELLINGS[name]:
-        operators, call = read(fn, X)
+        _, call = read(fn, X)
         assert call.operator is getattr(aten, name)
         named = {key: "tensor" if isinstance(value, Value) else value for key, value in call.arguments.items()}
         named.pop("inplace", None)
@@ -133,7 +133,7 @@ def test_the_grad_mode_of_a_body_is_that_of_its_call_and_its_own():
     def fn(x):
         return checkpoint(body, x, use_reentrant=False)
 
-    operators, gm = captured(fn, X.clone().requires_grad_())
+    operators, _ = captured(fn, X.clone().requires_grad_())
     (scope,) = operators.numbering.root.children
     modes = {n.name: operators.analysis.mode_of(scope.module, n).grad for n in scope.module.graph.nodes}
     assert [grad for name, grad in modes.items() if name in ("y", "mul")] == [False]
@@ -228,7 +228,7 @@ def test_a_barrier_may_write_what_it_is_given():
         mystery(m)
         return torch.nonzero(m)
 
-    operators, value = counted(fn)
+    _, value = counted(fn)
     assert value.step == FOUND
 
 
@@ -237,7 +237,7 @@ def test_a_barrier_may_write_inputs_that_others_hold_too():
         mystery(m.float())
         return torch.nonzero(m)
 
-    operators, value = counted(fn)
+    _, value = counted(fn)
     assert value.step == FOUND
 
 
@@ -258,7 +258,7 @@ def test_what_is_reshaped_in_place_is_not_readable():
         m.unsqueeze_(0)
         return found, m
 
-    operators, value = counted(fn)
+    _, value = counted(fn)
     assert value.step == FOUND
 
 
