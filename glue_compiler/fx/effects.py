@@ -23,8 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from glue_compiler import compat
 from glue_compiler.compat.operator_calls import observed_operators
+from glue_compiler.compat.switches import AUTOCAST_SWITCHES, GRAD_SWITCHES, WITHOUT_EFFECT
 from glue_compiler.fx import bodies
-from glue_compiler.fx.modes import AUTOCAST_SWITCHES, GRAD_SWITCHES, Mode, modes_of
+from glue_compiler.fx.modes import Mode, modes_of
 from glue_compiler.fx.records import CallRecord, Made, Meta, Recorder
 from glue_compiler.fx.values import (
     StorageKey,
@@ -82,7 +83,6 @@ class Effects:
 
 # Operators that check and return nothing. Two with equal operands are one.
 _ASSERTS = {torch.ops.aten._assert_scalar.default, torch.ops.aten._assert_async.msg, torch._check}
-_NOTHING = {torch._C._log_api_usage_once}
 # Functions on numbers, which dispatch no operator.
 _SCALAR_MODULES = {operator.__name__, operator.add.__module__, builtins.__name__, math.__name__}
 # Operators whose definitions are torch's own: deterministic unless tagged otherwise.
@@ -137,7 +137,11 @@ class EffectAnalysis:
         if node.op == "call_function":
             if bodies.is_higher_order(node):
                 return self._of_bodies(gm, node)
-            for targets, kind in ((_ASSERTS, Kind.ASSERT), (GRAD_SWITCHES, Kind.GRAD_MODE), (_NOTHING, Kind.NOTHING)):
+            for targets, kind in (
+                (_ASSERTS, Kind.ASSERT),
+                (GRAD_SWITCHES, Kind.GRAD_MODE),
+                (WITHOUT_EFFECT, Kind.NOTHING),
+            ):
                 if node.target in targets:
                     return Effects(kind)
             if node.target in AUTOCAST_SWITCHES:
