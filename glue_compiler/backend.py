@@ -88,6 +88,10 @@ class GlueBackend:
         )
         return verify.around(call) if verify else call
 
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        # A compiled module is copied and pickled with its backend, which stands for a process and is none of its state.
+        return "glue" if self is glue else (GlueBackend, (self._hand_off, self._session))
+
     def reset(self) -> None:
         """Called by ``torch.compiler.reset()``: host memory and streams go back."""
         from glue_compiler.ops.copy_engine import engine
