@@ -58,6 +58,7 @@ from glue_compiler.compat.tracing import (
     current_compile_id,
     graph_break_of,
     observed,
+    set_name,
     trace_artifact,
     trace_is_on,
 )
@@ -107,6 +108,7 @@ __all__ = [
     "patch_dynamo",
     "rename_unbacked",
     "restored_on_error",
+    "set_name",
     "speculation",
     "symbol_range",
     "trace_artifact",
