@@ -5,6 +5,7 @@ Who wants to know what happens is an ``Observer``; the pipeline tells it, and kn
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -13,7 +14,7 @@ import logging
 import pickle
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from glue_compiler.fuel import Fuel, Rewrite, RewriteCounter
 from glue_compiler.fx import bodies
 from glue_compiler.fx.copying import copy_graph, has_changed
 from glue_compiler.fx.effects import EffectAnalysis
-from glue_compiler.fx.invariants import check_graph
+from glue_compiler.fx.invariants import Fault, check_graph, find_faults
 from glue_compiler.fx.missing_values import record_missing_values
 from glue_compiler.fx.training_pair import TrainingPair, check_pair
 from glue_compiler.graph_pass import GraphPass, Numerics, PairPass, PassContext, PassResult, Prologue, Skip, Stage
@@ -82,10 +83,14 @@ class Pipeline:
         record_missing_values(gm, context.effects)
         observer.captured(gm)
 
-        def check(result: PassResult) -> None:
-            check_graph(gm, context.effects)
+        def check(result: PassResult, saved: Saved) -> None:
+            def earlier() -> list[Fault]:
+                with _restored_for_a_look(saved):
+                    return find_faults(gm, context.effects)
+
+            check_graph(gm, context.effects, earlier)
             if result.prologue is not None:
-                check_graph(result.prologue.graph, context.effects)
+                check_graph(result.prologue.graph, context.effects, earlier)
 
         reports = []
         for graph_pass in self.passes:
@@ -105,7 +110,7 @@ class Pipeline:
         for graph_pass in passes:
             run = functools.partial(graph_pass.run_pair, pair)
             graphs = [pair.forward, pair.backward]
-            reports.append(self._run_one(graph_pass, graphs, run, lambda _: check_pair(pair), context))
+            reports.append(self._run_one(graph_pass, graphs, run, lambda *_: check_pair(pair), context))
             observer.pass_finished(reports[-1], pair)
         observer.pair_finished(pair)
         return reports
@@ -145,11 +150,11 @@ class Pipeline:
         graph_pass: GraphPass,
         graphs: Sequence[fx.GraphModule],
         run: Callable[[PassContext], PassResult],
-        check: Callable[[PassResult], None],
+        check: Callable[[PassResult, Saved], None],
         context: PassContext,
     ) -> PassReport:
         start = time.perf_counter()
-        saved = [_save(gm) for gm in graphs]
+        saved = [pair for gm in graphs for pair in _save(gm)]
         result: PassResult | None = None
         error = None
         fuel = Fuel(self.counter, self.options.fuel)
@@ -160,16 +165,15 @@ class Pipeline:
                     graphs[0], graph_pass.name, lambda _: _checked_result(graph_pass, run(context))
                 )
                 if result is not None and result.changed:
-                    check(result)
-                elif any(has_changed(module, graph) for modules in saved for module, graph in modules):
+                    check(result, saved)
+                elif any(has_changed(module, graph) for module, graph in saved):
                     raise GlueContractError(
                         f"pass '{graph_pass.name}' changed the graph and says that it did not; "
                         "return PassResult(changed=True) where it does"
                     )
         except Exception as failure:
             fuel.give_back()
-            for graph in saved:
-                _restore(graph)
+            _restore(saved)
             if self.options.strict or isinstance(failure, GlueOffloadError):
                 raise
             error = f"{type(failure).__name__}: {failure}"
@@ -261,11 +265,25 @@ def _checked_result(graph_pass: GraphPass, result: object) -> PassResult:
     return result
 
 
-def _save(gm: fx.GraphModule) -> list[tuple[fx.GraphModule, fx.Graph]]:
+Saved = list[tuple[fx.GraphModule, fx.Graph]]
+"""A graph and its bodies: each module, and the graph that it had."""
+
+
+def _save(gm: fx.GraphModule) -> Saved:
     return [(module, copy_graph(module.graph)[0]) for module in bodies.graph_modules(gm)]
 
 
-def _restore(saved: list[tuple[fx.GraphModule, fx.Graph]]) -> None:
+def _restore(saved: Saved) -> None:
     for module, graph in saved:
         module.graph = graph
         module.recompile()
+
+
+@contextlib.contextmanager
+def _restored_for_a_look(saved: Saved) -> Iterator[None]:
+    now = [(module, module.graph) for module, _ in saved]
+    _restore(saved)
+    try:
+        yield
+    finally:
+        _restore(now)

@@ -60,6 +60,7 @@ from glue_compiler.compat.tracing import (
     current_compile_id,
     graph_break_of,
     observed,
+    set_name,
     trace_artifact,
     trace_is_on,
 )
@@ -112,6 +113,7 @@ __all__ = [
     "patch_dynamo",
     "rename_unbacked",
     "restored_on_error",
+    "set_name",
     "speculation",
     "symbol_range",
     "trace_artifact",

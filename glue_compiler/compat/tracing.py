@@ -41,6 +41,12 @@ def copy_node_attributes(node: fx.Node, copied: fx.Node) -> None:
         copied._dynamo_source = node._dynamo_source
 
 
+def set_name(node: fx.Node, name: str) -> None:
+    """Call ``node`` by a name that no other node of its graph has: ``Graph.create_node`` changes some names."""
+    node.name = name
+    node.graph._graph_namespace._rename_object(node, name)
+
+
 def graph_break_of(gm: fx.GraphModule) -> tuple[str, Any] | None:
     """(reason, user stack) if Dynamo ended this graph at a graph break."""
     reason = getattr(gm, "compile_subgraph_reason", None)
