@@ -60,7 +60,11 @@ class GlueBackend:
         with self.rewrites.undone_on_error():
             report.passes += pipeline.run(gm, Stage.CAPTURED, render_graph if is_shown else None)
             # Before anything is compiled: the frame is then converted again without the assumption.
-            capture.check_proved(gm, (skip.reason for p in report.passes for skip in p.skips))
+            capture.check_proved(
+                gm,
+                [region for p in report.passes for region in p.proved],
+                (skip.reason for p in report.passes for skip in p.skips),
+            )
         report.nodes_after = bodies.count_nodes(gm)
         report.trace()
         if session:

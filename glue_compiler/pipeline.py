@@ -17,6 +17,7 @@ from pathlib import Path
 from torch import fx
 
 from glue_compiler import compat
+from glue_compiler.capture.regions import SpeculativeRegion
 from glue_compiler.errors import GlueContractError, GlueOffloadError, GlueWarning
 from glue_compiler.fuel import Fuel, Rewrite, RewriteCounter
 from glue_compiler.fx import bodies
@@ -48,6 +49,7 @@ class PassReport:
     before: str | None = None
     after: str | None = None
     prologue: Prologue | None = None
+    proved: tuple[SpeculativeRegion, ...] = ()
     prologue_text: str | None = None
     whole: str | None = None
 
@@ -188,6 +190,7 @@ class Pipeline:
             before=before if result.changed else None,
             after=show() if show and result.changed else None,
             prologue=result.prologue,
+            proved=result.proved,
         )
 
 
