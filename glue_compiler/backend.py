@@ -51,7 +51,11 @@ class GlueBackend:
         with self.rewrites.undone_on_error():
             reports = pipeline.run(gm, Stage.CAPTURED, observer)
             # Before anything is compiled: the frame is then converted again without the assumption.
-            capture.check_proved(gm, (skip.reason for p in reports for skip in p.skips))
+            capture.check_proved(
+                gm,
+                [region for p in reports for region in p.proved],
+                (skip.reason for p in reports for skip in p.skips),
+            )
         prologues = [p.prologue for p in reports if p.prologue is not None]
         observer.handed_off(gm, prologues)
         pair_passes = pipeline.pair_passes(gm)

@@ -21,6 +21,7 @@ from pathlib import Path
 from torch import fx
 
 from glue_compiler import compat
+from glue_compiler.capture.regions import SpeculativeRegion
 from glue_compiler.compat import partition
 from glue_compiler.errors import GlueContractError, GlueOffloadError, GlueWarning
 from glue_compiler.fuel import Fuel, Rewrite, RewriteCounter
@@ -51,6 +52,7 @@ class PassReport:
     milliseconds: float = 0.0
     error: str | None = None
     prologue: Prologue | None = None
+    proved: tuple[SpeculativeRegion, ...] = ()
 
 
 _NOBODY = Observer()
@@ -197,6 +199,7 @@ class Pipeline:
             milliseconds=(time.perf_counter() - start) * 1000,
             error=error,
             prologue=result.prologue,
+            proved=result.proved,
         )
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from glue_compiler import compat
-from glue_compiler.capture import bytecode, list_growth
+from glue_compiler.capture import bytecode, harmless, list_growth
 from glue_compiler.capture.list_growth import Growth
 from glue_compiler.capture.regions import (
     HITS,
@@ -43,21 +43,18 @@ class SpeculativeRegions(compat.TracingObserver):
 
     shortened: frozenset[tuple[CodeType, int]] = frozenset()
     regions: list[SpeculativeRegion] = field(default_factory=list)
+    overran: set[tuple[CodeType, int]] = field(default_factory=set)
+    """The loops whose body cannot run for the last position, named as in ``shortened``."""
     _output: Any = None
-    _code: CodeType | None = None
+    _open: list[SpeculativeRegion] = field(default_factory=list)
+    """Those of ``regions`` whose code may run yet."""
 
     def all_harmless(self) -> bool:
         return all(region.is_harmless for region in self.regions)
 
-    def overran(self) -> frozenset[tuple[CodeType, int]]:
-        """The loops whose body cannot run for the last position, named as in ``shortened``."""
-        loops = [region for region in self.regions if isinstance(region, UnrolledLoop) and region.overran]
-        return frozenset(_name(loop.frame, loop.loop) for loop in loops)
-
     def length_of(self, frame: Any, iterated: fx.Node) -> int | None:
         """How many iterations to trace of a loop over ``iterated``, or None to leave it to Dynamo."""
-        if not self._is_ours(frame):
-            return None
+        self._begin(frame)
         hits = _nonzero_of_a_vector(iterated)
         head = compat.loop_about_to_start(frame)
         if hits is None or head is None:
@@ -70,13 +67,14 @@ class SpeculativeRegions(compat.TracingObserver):
         length = int(value_of(hits.args[0]).shape[0]) - is_shortened  # type: ignore[arg-type]
         region = UnrolledLoop(frame, loop, span, length=length, is_shortened=is_shortened)
         hits.meta[HITS] = region
-        self.regions.append(region)
+        self._add(region)
         return length
 
     def decide(self, frame: Any, at: int | None, node: fx.Node, expression: Any) -> bool | None:
         """The value of a condition that tells no rows from some rows, when there are some; None for any other."""
-        if at is None or not self._is_ours(frame):
+        if at is None:
             return None
+        self._begin(frame)
         instructions = frame.instructions
         condition = row_condition(node, expression)
         loop = bytecode.enclosing_loop(instructions, at) if condition is not None else None
@@ -89,42 +87,57 @@ class SpeculativeRegions(compat.TracingObserver):
         if not all(bytecode.is_carried_within(instructions, loop, span, name) for name in names):
             return None
         held = {name: compat.local_value(frame, name) for name in names}
-        for region in self.regions:
-            same = isinstance(region, NonEmptyBranch) and region.frame is frame and region.span == span
-            if same and not region.is_over:  # that was the iteration before
-                region.is_over = True
-                for name, value in held.items():
-                    region.carried[name].append(value)  # type: ignore[attr-defined]
         carried = {name: [value] for name, value in held.items()}
-        self.regions.append(NonEmptyBranch(frame, loop, span, condition=condition, carried=carried))
+        before = self._add(NonEmptyBranch(frame, loop, span, condition=condition, carried=carried))
+        for region in before:
+            if isinstance(region, NonEmptyBranch):
+                for name, value in held.items():
+                    region.carried[name].append(value)
         return not condition.if_empty
 
-    def _is_ours(self, frame: Any) -> bool:
-        """Not so of a frame that is converted while this one is compiled."""
+    def _add(self, region: SpeculativeRegion) -> list[SpeculativeRegion]:
+        """Returns the one of the iteration before, which is over."""
+        over = [each for each in self._open if each.frame is region.frame and each.span == region.span]
+        for each in over:
+            each.is_over = True
+            self._open.remove(each)
+        self._open.append(region)
+        self.regions.append(region)
+        return over
+
+    def is_watching(self, frame: Any, at: int) -> bool:
+        self._begin(frame)
+        return bool(self._touched_by(frame, at))
+
+    def stepped(self, step: compat.Step) -> None:
+        for region in self._touched_by(step.frame, step.at):
+            if region.harm is None:
+                region.harm = self._harm(region, step)
+
+    def _harm(self, region: SpeculativeRegion, step: compat.Step) -> str | None:
+        if not step.goes_on and (step.frame is region.frame or not step.instruction.opname.startswith("RETURN")):
+            return "the graph ends inside of it"
+        grown = _growth(region, step)
+        if grown is not None and isinstance(region, NonEmptyBranch):
+            region.grown[grown.name] = grown
+            return None
+        return harmless.harm(step, region.made)
+
+    def _touched_by(self, frame: Any, at: int) -> list[SpeculativeRegion]:
+        """The regions that the instruction at ``at`` of ``frame`` is in, or of a function that they call."""
+        return [r for r in self._open if (r.holds(at) if r.frame is frame else r.is_running())]
+
+    def _begin(self, frame: Any) -> None:
         if frame.output is not self._output:
-            code = compat.converted_code(frame)
-            if self._code not in (None, code):
-                return False
-            self._output, self._code = frame.output, code
+            self._output = frame.output
+            self._open.clear()
             self.regions.clear()  # Dynamo starts again after a failed speculation
-        return True
 
-    def created(self, thing: Any) -> None:
+    def created(self, token: Any) -> None:
         for region in self._running():
-            region.created.append(thing)
+            region.created.append(token)
 
-    def mutated(self, thing: Any, variable: Any) -> None:
-        for region in self._running():
-            # What an iteration has made and nothing outside of it reads, it may change.
-            if any(thing is own for own in region.created):
-                continue
-            growth = _growth(region, variable)
-            if growth is None:
-                region.leaves_a_trace = True
-            elif isinstance(region, NonEmptyBranch):
-                region.grown[growth.name] = growth
-
-    def made(self, node: fx.Node) -> None:
+    def made(self, node: fx.Node, misuses_index: bool) -> None:
         if not node.op.startswith("call_"):  # an input that the code is the first to read is no part of it
             return
         if node.target in CAT:
@@ -135,8 +148,10 @@ class SpeculativeRegions(compat.TracingObserver):
         for region in running:
             region.nodes += 1
             if isinstance(region, UnrolledLoop):
-                region.leaves_a_trace |= _mixes_known_index(node)
-                region.overran |= _indexes_past_the_end(node, region.length - 1)
+                if _indexes_past_the_end(node, region.length - 1):
+                    self.overran.add(_name(region.frame, region.loop))
+                if misuses_index:
+                    region.harm = region.harm or "its code uses the number of an expert otherwise than as an index"
 
     def _note_joined(self, node: fx.Node) -> None:
         for region in self.regions:
@@ -147,30 +162,22 @@ class SpeculativeRegions(compat.TracingObserver):
                 region.joined[at] = node
 
     def _running(self) -> list[SpeculativeRegion]:
-        return [region for region in self.regions if region.is_running()]
+        return [region for region in self._open if region.is_running()]
 
 
 def _name(frame: Any, loop: bytecode.Loop) -> tuple[CodeType, int]:
     return frame.f_code, loop.head
 
 
-def _growth(region: SpeculativeRegion, variable: Any) -> Growth | None:
-    """The list that the region appends to right now, if that is all that it does to ``variable``."""
-    at = compat.instruction_index(region.frame)
-    if not isinstance(region, NonEmptyBranch) or at is None or not compat.is_tracing(region.frame):
+def _growth(region: SpeculativeRegion, step: compat.Step) -> Growth | None:
+    """The list that the region is about to append to, if that is all that the loop does to it."""
+    outer = next((each for each in map(compat.appended_list, step.pushed) if each is not None), None)
+    if outer is None or not isinstance(region, NonEmptyBranch) or step.frame is not region.frame or region.made(outer):
         return None
-    growth = list_growth.growth_of(region.frame.instructions, region.span, at)
-    if growth is None or growth.name in region.grown or not compat.is_list_in(region.frame, growth.name, variable):
+    growth = list_growth.growth_of(region.frame.instructions, region.loop, region.span, step.at)
+    if growth is None or growth.name in region.grown or not compat.is_list_in(region.frame, growth.name, outer):
         return None
     return growth
-
-
-def _mixes_known_index(node: fx.Node) -> bool:
-    """``x[rows, e]`` with ``e`` from a loop over hits: there the slice that stands for it is not the same."""
-    index = node.args[1] if getattr(node.target, "__name__", "") == "getitem" else None
-    return isinstance(index, tuple) and any(
-        isinstance(item, slice) and type(item.start) is int and item == compat.known_index(item.start) for item in index
-    )
 
 
 def _indexes_past_the_end(node: fx.Node, index: int) -> bool:

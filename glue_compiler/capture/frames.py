@@ -63,16 +63,16 @@ def convert_frame_with_loops(
         with compat.traced(speculative):
             result = convert_frame(convert, record)
     except Exception as error:
-        if not speculative.regions:
+        if not speculative.regions and not speculative.overran:
             raise
         reason = _first_line(error)
     else:
-        if speculative.all_harmless():
+        if speculative.all_harmless() and not speculative.overran - shortened:
             return result
         reason = "code of a loop over experts is not proved to do nothing for experts without rows"
-    if speculative.overran() - shortened:
+    if speculative.overran - shortened:
         # A mask with a class for "no expert": the weights end one earlier, and eager would fail there too.
-        return convert_frame_with_loops(convert, record, shortened | speculative.overran())
+        return convert_frame_with_loops(convert, record, shortened | speculative.overran)
     log.info("a frame is converted again, its loops over experts left to Dynamo: %s", reason)
     record(CaptureEvent(reason, retried=True))
     return convert_frame(convert, record)

@@ -39,8 +39,8 @@ class SpeculativeRegion:
     span: bytecode.Span
     proved: bool = False
     """Set by the pass that proved that running it when it would not have run does nothing."""
-    leaves_a_trace: bool = False
-    """The code changed a Python object that it had not made."""
+    harm: str | None = None
+    """Why running the code may change what Python holds, or is not what eager code does; None if it is known not to."""
     created: list[Any] = field(default_factory=list)
     """Stand for the Python objects that the code has made."""
     is_over: bool = False
@@ -48,12 +48,20 @@ class SpeculativeRegion:
     """How many operators were traced in it."""
 
     def is_running(self) -> bool:
-        at = compat.instruction_index(self.frame)
+        return self.holds(compat.instruction_index(self.frame))
+
+    def holds(self, at: int | None) -> bool:
+        """Is the instruction at ``at`` of its frame one of the region, which is not over?"""
         return not self.is_over and at is not None and self.span.start <= at < self.span.end
+
+    def made(self, thing: Any) -> bool:
+        """Has the code made the object that Dynamo's variable ``thing`` stands for?"""
+        token = compat.mutation_token(thing)
+        return any(token is own for own in self.created)
 
     @property
     def is_harmless(self) -> bool:
-        return (self.proved or not self.nodes) and not self.leaves_a_trace
+        return (self.proved or not self.nodes) and self.harm is None
 
 
 @dataclass(eq=False)
@@ -61,14 +69,12 @@ class UnrolledLoop(SpeculativeRegion):
     """A loop over the nonzero positions of a vector, traced as one over its first ``length`` positions."""
 
     length: int = 0
-    overran: bool = False
-    """The body for the last position indexes past the end of a tensor."""
     is_shortened: bool = False
     """The vector has one position more, which is left out because the body cannot run for it."""
 
     @property
     def is_harmless(self) -> bool:
-        return self.proved and not self.leaves_a_trace
+        return self.proved and self.harm is None
 
 
 @dataclass(eq=False)
@@ -87,15 +93,18 @@ class NonEmptyBranch(SpeculativeRegion):
     @property
     def is_harmless(self) -> bool:
         nothing = not (self.nodes or self.carried or self.grown)
-        return (self.proved or nothing) and not self.leaves_a_trace
+        return (self.proved or nothing) and self.harm is None
 
 
-def check_proved(gm: fx.GraphModule, reasons: Iterable[str]) -> None:
+def check_proved(gm: fx.GraphModule, proved: Iterable[SpeculativeRegion], reasons: Iterable[str]) -> None:
     """Raises GlueSpeculationError if ``gm`` holds code of a region that no pass has proved.
 
     Args:
-        reasons: why not, as passes recorded it.
+        gm: after all passes, so that what they have proved holds.
+        proved: the regions that they have proved. reasons: why not others, as passes recorded it.
     """
+    for region in proved:
+        region.proved = True
     for node in (node for module in bodies.graph_modules(gm) for node in module.graph.nodes):
         regions = (*node.meta.get(REGIONS, ()), *([node.meta[HITS]] if HITS in node.meta else []))
         if not all(region.is_harmless for region in regions):

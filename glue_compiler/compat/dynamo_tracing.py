@@ -5,13 +5,34 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from glue_compiler.compat.known_index import hit_variable
+from glue_compiler.compat.harmless_values import touched
+from glue_compiler.compat.known_index import hit_variable, read_as_number, replace_known_index
+
+
+@dataclass(frozen=True)
+class Step:
+    """An instruction that Dynamo has traced: the values that it took from the stack, the lowest first, and pushed.
+
+    ``nodes``: how many it has added to the graph. ``goes_on``: it is neither a return nor the end of a graph.
+    """
+
+    frame: Any
+    at: int
+    taken: Sequence[Any]
+    pushed: Sequence[Any]
+    nodes: int
+    goes_on: bool
+
+    @property
+    def instruction(self) -> Any:
+        return self.frame.instructions[self.at]
 
 
 class TracingObserver:
@@ -31,18 +52,27 @@ class TracingObserver:
         """
         return None
 
-    def created(self, thing: Any) -> None:
-        """Traced code made a Python object that can change; ``thing`` is a token that stands for it."""
+    def is_watching(self, frame: Any, at: int) -> bool:
+        """Called before each instruction: is ``stepped`` to be called after it?"""
+        return False
 
-    def mutated(self, thing: Any, variable: Any) -> None:
-        """Traced code changes a Python object: its token, and Dynamo's variable."""
+    def stepped(self, step: Step) -> None:
+        """Dynamo has traced an instruction."""
 
-    def made(self, node: fx.Node) -> None:
-        """Dynamo added a node to a graph."""
+    def created(self, token: Any) -> None:
+        """Traced code made a Python object that can change; ``token`` stands for it."""
+
+    def made(self, node: fx.Node, misuses_index: bool) -> None:
+        """Dynamo added a node to a graph.
+
+        ``misuses_index``: it takes an item of ``length_of``'s otherwise than to index a tensor with it.
+        """
 
 
 class _Observers(threading.local):
     now: tuple[TracingObserver, ...] = ()
+    nodes: int = 0
+    """How many were made while anybody observed."""
 
 
 _observers = _Observers()
@@ -92,9 +122,8 @@ def _hooked() -> Iterator[None]:
 
 def _install() -> None:
     from torch._dynamo.output_graph import SubgraphTracer
-    from torch._dynamo.side_effects import SideEffects
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
-    from torch._dynamo.variables.base import MutationType
+    from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
     from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 
     parts = [
@@ -102,12 +131,9 @@ def _install() -> None:
         (InstructionTranslatorBase, "step", _step),
         (SymNodeVariable, "evaluate_expr", _evaluate),
         (SubgraphTracer, "create_proxy", _create),
-        (MutationType, "__init__", _born),
-        *[
-            (SideEffects, name, _note)
-            for name in ("mutation", "store_attr", "store_instance_dict_attr", "store_cell", "store_global")
-            if hasattr(SideEffects, name)
-        ],
+        # Those of objects that existed before are made, too, when code first touches one.
+        (AttributeMutationNew, "__init__", _born),
+        (ValueMutationNew, "__init__", _born),
     ]
     for owner, name, replacement in parts:
         original = getattr(owner, name)
@@ -145,7 +171,19 @@ def _step(original: Callable[..., Any]) -> Callable[..., Any]:
                 value = _decided(self, at, condition)
                 if value is not None:
                     self.stack[-1] = ConstantVariable.create(value)
-        return original(self)
+        watching = [observer for observer in _observers.now if at is not None and observer.is_watching(self, at)]
+        if not watching:
+            return original(self)
+        read_as_number(self, at)
+        before, nodes = list(self.stack), _observers.nodes
+        goes_on = original(self)
+        kept = 0
+        while kept < min(len(before), len(self.stack)) and before[kept] is self.stack[kept]:
+            kept += 1
+        taken, pushed = ([touched(value) for value in stack[kept:]] for stack in (before, self.stack))
+        for observer in watching:
+            observer.stepped(Step(self, at, taken, pushed, _observers.nodes - nodes, goes_on))
+        return goes_on
 
     return step
 
@@ -178,15 +216,6 @@ def _decided(frame: Any, at: int | None, condition: Any) -> bool | None:
     return None
 
 
-def _note(original: Callable[..., Any]) -> Callable[..., Any]:
-    def note(self: Any, variable: Any, *args: Any, **kwargs: Any) -> Any:
-        for observer in _observers.now:
-            observer.mutated(variable.mutation_type, variable)
-        return original(self, variable, *args, **kwargs)
-
-    return note
-
-
 def _born(original: Callable[..., Any]) -> Callable[..., Any]:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
@@ -199,8 +228,11 @@ def _born(original: Callable[..., Any]) -> Callable[..., Any]:
 def _create(original: Callable[..., Any]) -> Callable[..., Any]:
     def create_proxy(self: Any, *args: Any, **kwargs: Any) -> Any:
         proxy = original(self, *args, **kwargs)
-        for observer in _observers.now:
-            observer.made(proxy.node)
+        if _observers.now:
+            _observers.nodes += 1
+            misuses_index = replace_known_index(proxy.node)
+            for observer in _observers.now:
+                observer.made(proxy.node, misuses_index)
         return proxy
 
     return create_proxy

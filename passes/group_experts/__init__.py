@@ -9,6 +9,7 @@ from typing import Any, ClassVar, TypeVar
 from torch import fx
 
 from glue_compiler import compat
+from glue_compiler.capture.regions import SpeculativeRegion
 from glue_compiler.fuel import Fuel
 from glue_compiler.fx import bodies
 from glue_compiler.fx.value_numbering import number_values
@@ -42,15 +43,16 @@ class GroupExperts(GraphPass):
         counts: Counter[str] = Counter()
         skips: dict[Skip, None] = {}
         modules = list(bodies.graph_modules(graph))
+        proved: list[SpeculativeRegion] = []
         if any(_has_rows_of_unknown_number(module) for module in modules):
-            self._group(graph, modules, context, counts, skips)
+            proved = self._group(graph, modules, context, counts, skips)
         for module in modules:
             for node in fallback_products(module):
                 if context.fuel.take(f"replace {node.name}"):
                     replace_fallback(module, node, context.effects)
                     counts["fallbacks_replaced"] += 1
         counts = +counts  # without zeros
-        return PassResult(changed=bool(counts), counts=dict(counts), skips=tuple(skips))
+        return PassResult(changed=bool(counts), counts=dict(counts), skips=tuple(skips), proved=tuple(proved))
 
     def _group(
         self,
@@ -59,7 +61,9 @@ class GroupExperts(GraphPass):
         context: PassContext,
         counts: Counter[str],
         skips: dict[Skip, None],
-    ) -> None:
+    ) -> list[SpeculativeRegion]:
+        """Returns the regions that are proved, if what is written here stays."""
+        regions: list[SpeculativeRegion] = []
         numbers = number_values(graph, context.effects).numbers
         plans = [(module, plan_grouping(module, numbers, context.effects)) for module in modules]
         segment_plans = [(module, plan_segments(module, numbers, context.effects)) for module in modules]
@@ -80,8 +84,7 @@ class GroupExperts(GraphPass):
                 counts["loops_grouped"] += 1
                 counts["experts_grouped"] += loop.num_experts
             erase_dead_counts(module, proved, context.effects)
-            for region in proved:
-                region.proved = True
+            regions += proved
             skips.update(dict.fromkeys(plan.skips))
         for module, sliced in slices:
             if not context.fuel.take(f"slice the rows of {sliced.num_experts} experts"):
@@ -93,6 +96,7 @@ class GroupExperts(GraphPass):
             counts["loops_grouped"] += len(segments.loops)
             counts["experts_grouped"] += sum(loop.num_experts for loop in segments.loops)
             skips.update(dict.fromkeys(segments.skips))
+        return regions
 
 
 def _limited(plan: AnyPlan, fuel: Fuel) -> AnyPlan:

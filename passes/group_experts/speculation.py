@@ -62,8 +62,8 @@ def _left_over(
     inside: Collection[fx.Node],
     analysis: EffectAnalysis,
 ) -> str | None:
-    if region.leaves_a_trace:
-        return "its code changes a Python object"
+    if region.harm is not None:
+        return region.harm
     if region.is_running():
         return "the graph ends inside of it"
     left: set[fx.Node] = set()
