@@ -8,8 +8,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from glue_compiler.testing.fuzz.campaign import Settings, Tally, run_programs
+from glue_compiler.testing.fuzz.campaign import run_programs
+from glue_compiler.testing.fuzz.graph_campaign import run_graphs
 from glue_compiler.testing.fuzz.kinds import KINDS
+from glue_compiler.testing.fuzz.tally import Reporter, Settings
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,20 +30,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seed = given.seed if given.seed is not None else time.time_ns() % 1_000_000_000
     print(f"seed {seed}", flush=True)
     kinds = tuple(given.kind or KINDS)
-    settings = Settings(seed, given.seconds, given.count, kinds, given.device, given.shrink_seconds, given.keep)
-    tally = run_programs(settings, lambda text: print(text, flush=True))
-    print_tally(seed, tally)
-    return 1 if tally.failures else 0
-
-
-def print_tally(seed: int, tally: Tally) -> None:
-    each = tally.seconds / max(1, tally.ran)
-    print(f"seed {seed}: {tally.ran} programs in {tally.seconds:.0f} s ({each:.2f} s each), {tally.rewritten} rewritten")
-    print(f"refused {tally.refused}, torch's own {tally.torchs_own}, repeats {tally.repeats}")
-    for name in sorted(tally.fired.keys() | tally.left_alone.keys()):
-        print(f"  {name}: fired on {tally.fired[name]} ({tally.rewrites[name]} rewrites), left alone {tally.left_alone[name]}")
-    for failure in tally.failures:
-        print(f"  FAILED {failure.origin}: {failure.cause}: {failure.wrong[0][:200]}")
+    runs = {"graphs": run_graphs, "programs": run_programs}
+    chosen = list(runs) if given.level == "both" else [given.level]
+    failed = False
+    for level in chosen:
+        settings = Settings(
+            seed,
+            given.seconds / len(chosen),
+            given.count,
+            kinds,
+            given.device,
+            given.only,
+            given.shrink_seconds,
+            given.keep,
+        )
+        tally = runs[level](settings, Reporter(lambda text: print(text, flush=True), given.keep))
+        print(f"seed {seed}, " + "\n".join(tally.lines()), flush=True)
+        failed |= bool(tally.failures)
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

@@ -44,6 +44,8 @@ class Draw:
         self.device = device
         self.twists = twists
         """How likely a statement is followed by a twist."""
+        self.oddness = 0.35
+        """How likely a choice that has a usual answer gets another one."""
         self.twist: Callable[[Draw], None] | None = None
         self.values: list[Value] = []
         self.prelude: dict[str, Statement] = {}
@@ -72,9 +74,10 @@ class Draw:
     def pick(self, *options: T) -> T:
         return self.random.choice(options)
 
-    def mostly(self, usual: T, *others: T, share: float = 0.65) -> T:
-        """``usual`` in that share of all draws."""
-        return usual if self.chance(share) or not others else self.pick(*others)
+    def mostly(self, usual: T, *others: T, share: float | None = None) -> T:
+        """``usual`` in that share of all draws; by default as the program's oddness says."""
+        odd = self.chance(self.oddness if share is None else 1 - share)
+        return self.pick(*others) if odd and others else usual
 
     def integer(self, low: int, high: int) -> int:
         return self.random.randint(low, high)

@@ -19,17 +19,25 @@ KINDS: dict[str, Callable[[Draw], Drawn]] = {
 }
 
 
-def draw_program(random: Random, kind: str, device: str = "cpu") -> Program:
-    """A program of ``kind``; it may be wrong as Python or as torch (see :func:`repaired`)."""
-    draw = Draw(random, device, twists=random.choice((0.0, 0.03, 0.08, 0.15)))
+def draw_program(
+    random: Random, kind: str, device: str = "cpu", *, twists: float | None = None, plain: bool = False
+) -> Program:
+    """A program of ``kind``; it may be wrong as Python or as torch (see :func:`campaign.repaired`).
+
+    Args:
+        twists: how likely one follows a statement; by default, that is drawn too.
+        plain: in fp64, of fixed sizes, called once.
+    """
+    draw = Draw(random, device, twists=random.choice((0.0, 0.03, 0.08, 0.15)) if twists is None else twists)
+    draw.oddness = random.choice((0.05, 0.15, 0.35))
     draw.twist = twist
     drawn = KINDS[kind](draw)
     context = "contextlib.nullcontext()"
     float_type = "torch.float64"
-    if draw.chance(0.06):
+    if draw.chance(0.06) and not plain:
         float_type, draw.precision = "torch.float32", "bfloat16"
         context = f"torch.autocast({device!r}, dtype=torch.bfloat16)"
-    elif draw.chance(0.05):
+    elif draw.chance(0.05) and not plain:
         float_type, draw.precision = "torch.float32", "float32"
     calls = [Call("fresh", 1, context), Call("fresh", 2, context)]
     if draw.chance(0.6):
@@ -48,5 +56,5 @@ def draw_program(random: Random, kind: str, device: str = "cpu") -> Program:
         outputs=tuple(draw.outputs),
         calls=tuple(calls),
         precision=draw.precision,
-        dynamic=draw.mostly(None, True, False, share=0.9),
+        dynamic=False if plain else draw.mostly(None, True, False, share=0.9),
     )

@@ -51,7 +51,7 @@ def _layer_functions(draw: Draw, kinds: list[int]) -> list[str]:
     names = []
     for kind in kinds:
         inner = Draw(draw.random, draw.device, twists=draw.twists)
-        inner.twist = draw.twist
+        inner.twist, inner.oddness = draw.twist, draw.oddness
         inner.prelude = draw.prelude
         inner.values += [Value("hidden", "float", 2), Value("weight", "float", 2, is_leaf=True), Value("pos", "int", 1), Value("flags", "bool", 1)]
         layer(inner, kind)
