@@ -44,7 +44,7 @@ class Masks:
         if depth == 2 and draw.chance(0.7):
             return self.usual()
         if depth == 0 or draw.chance(0.3):
-            leaf = draw.pick(self.causal, self.same_document, self.window, self.padding, self.ordered, self.all)
+            leaf = draw.pick(*(self.causal, self.same_document, self.window, self.padding) * 2, self.ordered, self.all)
             return leaf()
         return self.joined(self.boolean(depth - 1), self.boolean(depth - 1))
 
@@ -54,7 +54,7 @@ class Masks:
         if draw.chance(0.15):
             return draw.pick(self.same_document, self.padding, self.window)()
         mask = self.causal()
-        for leaf, share in ((self.same_document, 0.45), (self.window, 0.2), (self.padding, 0.25), (self.ordered, 0.05)):
+        for leaf, share in ((self.same_document, 0.45), (self.window, 0.2), (self.padding, 0.25), (self.ordered, 0.03)):
             if draw.chance(share):
                 mask = self.joined(mask, leaf())
         return mask
@@ -84,8 +84,7 @@ class Masks:
         draw = self.draw
         return draw.let(
             "token",
-            draw.pick(
-                f"torch.arange({length}{draw.at})",
+            draw.mostly(
                 f"torch.arange({length}{draw.at})",
                 f"torch.arange(0, {length}, 1{draw.at})",
                 f"torch.arange(end={length}{draw.at})",
@@ -103,15 +102,25 @@ class Masks:
         """Expressions for query numbers ``[T, 1]`` and key numbers ``[S]``."""
         draw = self.draw
         query, key = self.tokens(), self.tokens("S")
-        column = draw.pick(f"{query}[:, None]", f"{query}.unsqueeze(-1)", f"{query}.view(-1, 1)", f"{query}.reshape(T, 1)", f"torch.unsqueeze({query}, dim=1)")
+        column = draw.mostly(
+            f"{query}[:, None]",
+            f"{query}.unsqueeze(-1)",
+            f"{query}.view(-1, 1)",
+            f"{query}.reshape(T, 1)",
+            f"torch.unsqueeze({query}, dim=1)",
+        )
         if self.sizes.keys != self.sizes.length and draw.chance(0.7):
             column = f"({column} + (S - T))"
-        row = draw.pick(key, f"{key}[None, :]", f"{key}[None]", f"{key}.view(1, -1)", f"{key}.expand(T, S)")
+        row = draw.mostly(key, f"{key}[None, :]", f"{key}[None]", f"{key}.view(1, -1)", f"{key}.expand(T, S)")
         return column, row
 
     def causal(self) -> str:
         draw = self.draw
-        ones = draw.pick("torch.ones(T, S, dtype=torch.bool{})", "torch.ones((T, S), dtype=torch.bool{})", "torch.full((T, S), True{})").format(draw.at)
+        ones = draw.pick(
+            "torch.ones(T, S, dtype=torch.bool{})",
+            "torch.ones((T, S), dtype=torch.bool{})",
+            "torch.full((T, S), True{})",
+        ).format(draw.at)
         offset = "S - T" if self.sizes.keys != self.sizes.length else "0"
         how = draw.integer(0, 9)
         if how < 5:
@@ -121,9 +130,18 @@ class Masks:
             query, key = self.pair()
             text = spellings.binary(draw, "lt", key, f"({query} + 1)")
         elif how < 8:
-            text = draw.pick(f"{ones}.tril({offset})", f"{ones}.tril(diagonal={offset})", f"torch.tril({ones}, {offset})", f"torch.tril(input={ones}, diagonal={offset})")
+            text = draw.pick(
+                f"{ones}.tril({offset})",
+                f"{ones}.tril(diagonal={offset})",
+                f"torch.tril({ones}, {offset})",
+                f"torch.tril(input={ones}, diagonal={offset})",
+            )
         elif how < 9:
-            text = draw.pick(f"~{ones}.triu({offset} + 1)", f"torch.triu({ones}, diagonal={offset} + 1) == 0", f"torch.triu({ones}.int(), diagonal=1 + {offset}).eq(0)")
+            text = draw.pick(
+                f"~{ones}.triu({offset} + 1)",
+                f"torch.triu({ones}, diagonal={offset} + 1) == 0",
+                f"torch.triu({ones}.int(), diagonal=1 + {offset}).eq(0)",
+            )
         else:
             query, key = self.pair()
             text = f"(({query} - {key}) >= 0)"
@@ -131,7 +149,14 @@ class Masks:
 
     def all(self) -> str:
         draw = self.draw
-        return draw.let("mask", draw.pick("torch.ones(T, S, dtype=torch.bool{})", "torch.full((), True{})", "(torch.arange(S{}) >= 0)").format(draw.at), "bool", 2)
+        return draw.let(
+            "mask",
+            draw.pick(
+                "torch.ones(T, S, dtype=torch.bool{})", "torch.full((), True{})", "(torch.arange(S{}) >= 0)"
+            ).format(draw.at),
+            "bool",
+            2,
+        )
 
     def window(self) -> str:
         draw = self.draw
@@ -162,7 +187,14 @@ class Masks:
             base = pad
         elif how < 4:
             pad = self.input("pads", f"(torch.rand(B, S, generator=g{draw.at}) < 0.7).long()", "int", 2)
-            base = draw.pick(f"{pad}.bool()", f"({pad} != 0)", f"({pad} == 1)", f"{pad}.to(torch.bool)", f"({pad} > 0)", f"(1 - {pad}).logical_not()")
+            base = draw.pick(
+                f"{pad}.bool()",
+                f"({pad} != 0)",
+                f"({pad} == 1)",
+                f"{pad}.to(torch.bool)",
+                f"({pad} > 0)",
+                f"(1 - {pad}).logical_not()",
+            )
         elif how < 5:
             wide = self.input("wide_pad", f"(torch.rand(B, S + 1, generator=g{draw.at}) < 0.7)", "bool", 2)
             base = draw.pick(f"{wide}[:, 1:]", f"{wide}[:, :S]", f"{wide}[..., -S:]", f"{wide}.narrow(1, 1, S)")
@@ -172,13 +204,28 @@ class Masks:
         else:
             number = self.input("lengths", f"torch.randint(1, S + 1, (B,), generator=g{draw.at})", "int", 1)
             keys = self.tokens("S")
-            base = draw.pick(f"({keys} < {number}[:, None])", f"({keys} >= {number}[:, None])", f"({number}.unsqueeze(1) > {keys})", f"({keys}[None, :] < {number}.view(B, 1))")
+            base = draw.pick(
+                f"({keys} < {number}[:, None])",
+                f"({keys} >= {number}[:, None])",
+                f"({number}.unsqueeze(1) > {keys})",
+                f"({keys}[None, :] < {number}.view(B, 1))",
+            )
         if draw.chance(0.1):
             base = f"{base}.flip(1)"
         base = draw.let("seen", base, "bool", 2)
-        text = draw.pick(f"{base}[:, None, None]", f"{base}[:, None, None, :]", f"{base}.view(B, 1, 1, S)", f"{base}.unsqueeze(1).unsqueeze(1)", f"{base}[:, None, None, :].expand(B, 1, T, S)")
+        text = draw.pick(
+            f"{base}[:, None, None]",
+            f"{base}[:, None, None, :]",
+            f"{base}.view(B, 1, 1, S)",
+            f"{base}.unsqueeze(1).unsqueeze(1)",
+            f"{base}[:, None, None, :].expand(B, 1, T, S)",
+        )
         if how > 3 or draw.chance(0.5):
-            text = draw.pick(f"{base}[:, None, None]", f"{base}[:, None, None, :].expand(-1, 1, T, -1)", f"{base}.unsqueeze(1).unsqueeze(2)")
+            text = draw.pick(
+                f"{base}[:, None, None]",
+                f"{base}[:, None, None, :].expand(-1, 1, T, -1)",
+                f"{base}.unsqueeze(1).unsqueeze(2)",
+            )
         return draw.let("mask", text, "bool", 4, plain=f"{base}[:, None, None]")
 
     def positions(self) -> str:
@@ -197,7 +244,9 @@ class Masks:
         if how < 3:
             starts = self.input("starts", f"(torch.rand(B, S, generator=g{draw.at}) < 0.3)", "bool", 2)
             if draw.chance(0.2):
-                starts = draw.pick(f"{starts}.long()", f"{starts}.int()", f"{starts}.to(torch.uint8)", f"{starts}.double()")
+                starts = draw.pick(
+                    f"{starts}.long()", f"{starts}.int()", f"{starts}.to(torch.uint8)", f"{starts}.double()"
+                )
             text = spellings.along(draw, "cumsum", starts, draw.mostly(-1, 1, 1, 0))
         elif how < 6:
             position = self.positions()
@@ -213,13 +262,30 @@ class Masks:
             other = draw.mostly(f"({steps} != 1)", f"({steps} < 1)", f"torch.ne({steps}, 1)")
             text = spellings.along(draw, "cumsum", other, draw.pick(-1, 1))
         elif how < 7:
-            text = spellings.along(draw, "cumsum", f"({self.positions()} == 0)", draw.pick(-1, 1), further=draw.pick("", "", "dtype=torch.int32", "dtype=torch.int8"))
+            text = spellings.along(
+                draw,
+                "cumsum",
+                f"({self.positions()} == 0)",
+                draw.pick(-1, 1),
+                further=draw.pick("", "", "dtype=torch.int32", "dtype=torch.int8"),
+            )
         elif how < 8:
-            offsets = self.input("offsets", "torch.cat([torch.zeros(1, dtype=torch.long), torch.randint(0, S + 1, (3,), generator=g).sort().values])" + self._moved, "int", 1)
+            drawn = f"F.pad(torch.randint(0, S + 1, (3,), generator=g{draw.at}).sort().values, (1, 0))"
+            offsets = self.input("offsets", drawn, "int", 1)
             token = self.tokens("S")
-            text = draw.pick(f"torch.searchsorted({offsets}, {token}, right=True)[None]", f"torch.bucketize({token}, {offsets}, right=True)[None]", f"torch.bucketize(input={token}, boundaries={offsets})[None]")
+            text = draw.pick(
+                f"torch.searchsorted({offsets}, {token}, right=True)[None]",
+                f"torch.bucketize({token}, {offsets}, right=True)[None]",
+                f"torch.bucketize(input={token}, boundaries={offsets})[None]",
+            )
         elif how < 9:
-            text = draw.pick(f"({self.tokens('S')} // {draw.integer(2, 5)})[None]", f"torch.div({self.tokens('S')}, {draw.integer(2, 5)}, rounding_mode={draw.pick('floor', 'trunc')!r})[None]", f"({self.tokens('S')} % {draw.integer(2, 5)})[None]")
+            token, number = self.tokens("S"), draw.integer(2, 5)
+            text = draw.mostly(
+                f"({token} // {number})[None]",
+                f"torch.div({token}, {number}, rounding_mode='floor')[None]",
+                f"torch.div({token}, {number}, rounding_mode='trunc')[None]",
+                f"({token} % {number})[None]",
+            )
         elif how < 10:
             text = self.input("ids", f"torch.randint(0, 4, (B, S), generator=g{draw.at}).sort(-1).values", "int", 2)
         elif how < 11:
@@ -228,7 +294,20 @@ class Masks:
             counts = self.input("counts", "split_of(S, 3, g)" + self._moved, "int", 1)
             text = f"torch.repeat_interleave(torch.arange(3{draw.at}), {counts}, output_size=S)[None]"
         if draw.chance(0.15):
-            text = draw.pick(f"{text}.int()", f"{text}.to(torch.int8)", f"{text}.half().long()", f"{text}.bool()", f"({text} - 1)", f"({text} * 2)", f"({text} % 3)", f"{text}.flip(-1)", f"{text}.roll(1, -1)", f"{text}.clamp(max=2)", f"{text}.float()", f"{text}.clone()")
+            text = draw.pick(
+                f"{text}.int()",
+                f"{text}.to(torch.int8)",
+                f"{text}.half().long()",
+                f"{text}.bool()",
+                f"({text} - 1)",
+                f"({text} * 2)",
+                f"({text} % 3)",
+                f"{text}.flip(-1)",
+                f"{text}.roll(1, -1)",
+                f"{text}.clamp(max=2)",
+                f"{text}.float()",
+                f"{text}.clone()",
+            )
         name = draw.let("ids", text, "int", 2)
         self.ids.append(name)
         return name
@@ -288,11 +367,15 @@ def draw_attention(draw: Draw) -> Drawn:
         head=draw.mostly(2, 1, 4),
     )
     sizes.key_heads = draw.pick(*(n for n in (1, 2, 4, sizes.heads, sizes.heads) if sizes.heads % n == 0))
-    sizes.keys = sizes.length if draw.chance(0.85) else sizes.length + draw.integer(1, 3)
+    sizes.keys = sizes.length if draw.chance(0.9) else sizes.length + draw.integer(1, 3)
     masks = Masks(draw, sizes)
     draw.need("restarting", RESTARTING)
     draw.need("split_of", SPLIT_OF)
-    draw.need("sizes", f"B, HEADS, KEY_HEADS, LENGTH, KEYS, SIZE = {sizes.batch}, {sizes.heads}, {sizes.key_heads}, {sizes.length}, {sizes.keys}, {sizes.head}")
+    draw.need(
+        "sizes",
+        "B, HEADS, KEY_HEADS, LENGTH, KEYS, SIZE = "
+        + f"{sizes.batch}, {sizes.heads}, {sizes.key_heads}, {sizes.length}, {sizes.keys}, {sizes.head}",
+    )
     for name in ("query", "key", "value"):
         draw.values.append(Value(name, "float", 4, is_leaf=True))
     draw.emit("B, T, S = query.shape[0], query.shape[2], key.shape[2]")
@@ -306,7 +389,9 @@ def draw_attention(draw: Draw) -> Drawn:
     ]
     for name, heads, length in (("query", "HEADS", "T"), ("key", "KEY_HEADS", "S"), ("value", "KEY_HEADS", "S")):
         grad = ".requires_grad_()" if draw.chance(0.9) else ""
-        made.append(Statement(f"{name} = torch.randn(B, {heads}, {length}, SIZE, dtype=FLOAT, generator=g{draw.at}){grad}"))
+        made.append(
+            Statement(f"{name} = torch.randn(B, {heads}, {length}, SIZE, dtype=FLOAT, generator=g{draw.at}){grad}")
+        )
     made += [Statement(f"{name} = {text}") for name, text in masks.inputs.items()]
     return Drawn(tuple(made), ("query", "key", "value", *masks.inputs))
 
@@ -351,7 +436,7 @@ def _operator(draw: Draw, query: str, key: str, value: str, mask: str, use_gqa: 
     text = draw.pick(
         f"F.scaled_dot_product_attention({query}, {key}, {value}, attn_mask={mask}{further})",
         f"F.scaled_dot_product_attention({query}, {key}, {value}, {mask}{further})",
-        f"torch.nn.functional.scaled_dot_product_attention(query={query}, key={key}, value={value}, attn_mask={mask}{further})",
+        f"F.scaled_dot_product_attention(value={value}, query={query}, key={key}, attn_mask={mask}{further})",
     )
     return draw.let("out", text, "float", 4)
 
@@ -360,15 +445,37 @@ def _written_out(draw: Draw, masks: Masks, query: str, key: str, value: str) -> 
     turned = spellings.transposed(draw, key)
     text = spellings.product(draw, query, turned)
     scale = draw.mostly("0.25", "0.5", "1", "0.0", "-0.5")
-    text = draw.mostly(f"{text} * {scale}", text, f"{scale} * {text}", f"{text} / 2.0", f"torch.mul({text}, {scale})", f"torch.div({text}, 2)")
+    text = draw.mostly(
+        f"{text} * {scale}",
+        text,
+        f"{scale} * {text}",
+        f"{text} / 2.0",
+        f"torch.mul({text}, {scale})",
+        f"torch.div({text}, 2)",
+    )
     scores = draw.let("scores", text, "float", 4)
     how = draw.integer(0, 9)
     if how < 4:
         bias = masks.added()
-        text = draw.mostly(f"{scores} + {bias}", f"{bias} + {scores}", f"torch.add({scores}, {bias})", f"{scores}.add({bias})", f"torch.add({scores}, {bias}, alpha=1)", f"torch.add({scores}, {bias}, alpha=0.5)", f"{scores}.sub(-{bias})", f"{scores}.add_({bias})")
+        text = draw.mostly(
+            f"{scores} + {bias}",
+            f"{bias} + {scores}",
+            f"torch.add({scores}, {bias})",
+            f"{scores}.add({bias})",
+            f"torch.add({scores}, {bias}, alpha=1)",
+            f"torch.add({scores}, {bias}, alpha=0.5)",
+            f"{scores}.sub(-{bias})",
+            f"{scores}.add_({bias})",
+        )
     elif how < 6:
         hidden = spellings.inverted(draw, masks.boolean())
-        text = draw.pick(f"{scores}.masked_fill({hidden}, float('-inf'))", f"{scores}.masked_fill({hidden}, torch.finfo(FLOAT).min)", f"torch.masked_fill({scores}, {hidden}, -1e30)", f"{scores}.masked_fill_({hidden}, -1e30)", f"torch.masked_fill(input={scores}, mask={hidden}, value=-1e30)")
+        text = draw.pick(
+            f"{scores}.masked_fill({hidden}, float('-inf'))",
+            f"{scores}.masked_fill({hidden}, torch.finfo(FLOAT).min)",
+            f"torch.masked_fill({scores}, {hidden}, -1e30)",
+            f"{scores}.masked_fill_({hidden}, -1e30)",
+            f"torch.masked_fill(input={scores}, mask={hidden}, value=-1e30)",
+        )
     elif how < 9:
         low = draw.pick("-1e30", f"torch.full((), -1e30, dtype=FLOAT{draw.at})", "torch.finfo(FLOAT).min")
         text = spellings.where(draw, masks.boolean(), scores, low, tensors=True)
@@ -379,8 +486,30 @@ def _written_out(draw: Draw, masks: Masks, query: str, key: str, value: str) -> 
     if draw.chance(0.3):
         weights = draw.let("weights", spellings.no_dropout(draw, weights), "float", 4)
     if draw.chance(0.2):
-        weights = draw.let("weights", draw.pick(f"{weights}.to(query.dtype)", f"{weights}.type_as(query)", f"{weights}.half().to(FLOAT)", f"{weights}.to({value})", f"{weights}.to(torch.float64)"), "float", 4)
-    return draw.let("out", draw.pick(f"torch.matmul({weights}, {value})", f"{weights} @ {value}", f"torch.matmul(other={value}, input={weights})", f"{weights}.matmul({value})", f"torch.einsum('bhqk,bhkd->bhqd', {weights}, {value})"), "float", 4)
+        weights = draw.let(
+            "weights",
+            draw.pick(
+                f"{weights}.to(query.dtype)",
+                f"{weights}.type_as(query)",
+                f"{weights}.half().to(FLOAT)",
+                f"{weights}.to({value})",
+                f"{weights}.to(torch.float64)",
+            ),
+            "float",
+            4,
+        )
+    return draw.let(
+        "out",
+        draw.pick(
+            f"torch.matmul({weights}, {value})",
+            f"{weights} @ {value}",
+            f"torch.matmul(other={value}, input={weights})",
+            f"{weights}.matmul({value})",
+            f"torch.einsum('bhqk,bhkd->bhqd', {weights}, {value})",
+        ),
+        "float",
+        4,
+    )
 
 
 RESTARTING = """

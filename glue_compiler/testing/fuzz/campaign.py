@@ -6,7 +6,7 @@ import dataclasses
 import time
 from random import Random
 
-from glue_compiler.testing.fuzz.check import NotAProgram, eager_results, freeze, verdict
+from glue_compiler.testing.fuzz.check import quiet_and_frozen, runs_eagerly, verdict
 from glue_compiler.testing.fuzz.failures import examined, kind_of
 from glue_compiler.testing.fuzz.kinds import draw_program
 from glue_compiler.testing.fuzz.programs import Program, paths, without
@@ -15,7 +15,7 @@ from glue_compiler.testing.fuzz.tally import Reporter, Settings, Tally
 
 def run_programs(settings: Settings, reporter: Reporter) -> Tally:
     """Programs through Dynamo and ``aot_eager``, until the time is over."""
-    freeze()
+    quiet_and_frozen()
     tally = Tally("programs")
     start = time.monotonic()
     number = -1
@@ -41,26 +41,21 @@ def run_programs(settings: Settings, reporter: Reporter) -> Tally:
 
 def repaired(program: Program, random: Random) -> Program | None:
     """``program`` without twists that make it fail in eager code; None if it fails without them."""
+    candidate: Program | None = program
     for _ in range(6):
-        try:
-            eager_results(program)
-        except NotAProgram:
-            program_without = _with_fewer_twists(program, random)
-            if program_without is None:
-                return None
-            program = program_without
-        else:
-            return program
+        if candidate is None or runs_eagerly(candidate):
+            return candidate
+        candidate = _with_fewer_twists(candidate, random)
     return None
 
 
 def _with_fewer_twists(program: Program, random: Random) -> Program | None:
     twists = [path for path, statement in paths(program.body) if statement.twist]
     body = program.body
+    gone: list[tuple[int, ...]] = []
     for path in twists:  # the last first, so that the paths of the others stay true
-        if random.random() < 0.5 or len(twists) == 1:
-            try:
-                body = without(body, path)
-            except IndexError:  # it went with its block
-                continue
+        inside = any(path[: len(outer)] == outer for outer in gone)
+        if not inside and (random.random() < 0.5 or len(twists) == 1):
+            body = without(body, path)
+            gone.append(path)
     return dataclasses.replace(program, body=body) if twists else None

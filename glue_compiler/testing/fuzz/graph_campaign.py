@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any
 
 from torch import fx
 
+from glue_compiler import registry
 from glue_compiler.fx.copying import copy_graph_module
+from glue_compiler.fx.prologues import join_prologues
+from glue_compiler.graph_pass import Stage
+from glue_compiler.options import parse_options
+from glue_compiler.pipeline import PassReport, Pipeline
 from glue_compiler.testing.fuzz import harness
-from glue_compiler.testing.fuzz.check import NotAProgram, freeze, verdict
+from glue_compiler.testing.fuzz.check import NotAProgram, quiet_and_frozen, verdict
 from glue_compiler.testing.fuzz.failures import Failure, examined, kind_of
 from glue_compiler.testing.fuzz.graph_text import program_of
 from glue_compiler.testing.fuzz.graphs import CannotRecord, Template, draw_template, record_values, run_graph
 from glue_compiler.testing.fuzz.mutations import mutate
 from glue_compiler.testing.fuzz.script import script_of
 from glue_compiler.testing.fuzz.tally import Reporter, Settings, Tally
-from glue_compiler.testing.pass_runs import run_pass
 
 PASSES = {
     "attention": ("specialize_attention",) * 5 + ("hoist_metadata", "memoize_metadata"),
@@ -44,8 +47,7 @@ class Checked:
 
 def run_graphs(settings: Settings, reporter: Reporter) -> Tally:
     """Graphs until the time is over."""
-    freeze()
-    _quiet()
+    quiet_and_frozen()
     tally = Tally("graphs")
     start = time.monotonic()
     number = 0
@@ -63,13 +65,23 @@ def run_graphs(settings: Settings, reporter: Reporter) -> Tally:
             if settings.is_over(start, tally.ran):
                 break
             own = Random(f"{settings.seed}/graphs/{number}/{mutant}")
-            _one(template, own, str(own.choice(passes)), tally, settings, reporter, f"seed {settings.seed}, graph {number}/{mutant}")
+            _one(
+                template,
+                own,
+                str(own.choice(passes)),
+                tally,
+                settings,
+                reporter,
+                f"seed {settings.seed}, graph {number}/{mutant}",
+            )
         number += 1
     tally.seconds = time.monotonic() - start
     return tally
 
 
-def _one(template: Template, random: Random, name: str, tally: Tally, settings: Settings, reporter: Reporter, origin: str) -> None:
+def _one(
+    template: Template, random: Random, name: str, tally: Tally, settings: Settings, reporter: Reporter, origin: str
+) -> None:
     gm = copy_graph_module(template.graph)
     try:
         for _ in range(random.choice((0, 1, 1, 1, 2, 3))):
@@ -98,13 +110,22 @@ def checked(template: Template, gm: fx.GraphModule, name: str) -> Checked:
     if errors := [value for label, value in expected.items() if label.endswith(": error")]:
         raise NotAProgram(errors[0])
     try:
-        run = run_pass(gm, name)
+        report = _run_pass(gm, name)
     except Exception as error:
         return Checked([f"warnings: {name} failed: {type(error).__name__}: {error}"], 0, True)
-    if not run.report.changed:
-        return Checked([], 0, bool(run.report.skips))
-    actual = harness.observe(_module(template, copy_graph_module(run.after)))
-    return Checked(harness.differences(before, expected, actual), max(1, len(run.report.rewrites)), True)
+    if not report.changed:
+        return Checked([], 0, bool(report.skips))
+    after = gm if report.prologue is None else join_prologues(gm, [report.prologue])
+    actual = harness.observe(_module(template, copy_graph_module(after)))
+    return Checked(harness.differences(before, expected, actual), max(1, len(report.rewrites)), True)
+
+
+def _run_pass(gm: fx.GraphModule, name: str) -> PassReport:
+    """As :func:`glue_compiler.testing.run_pass`, without the texts of the graph, which take longer than the pass."""
+    (graph_pass,) = (each for each in registry.all_passes() if each.name == name)
+    options = parse_options({"strict": True, "compiler": "aot_eager"}, None, registry.pass_names(), environment={})
+    (report,) = Pipeline.of_one(graph_pass, options).run(gm, Stage.CAPTURED)
+    return report
 
 
 def _module(template: Template, gm: fx.GraphModule) -> dict[str, Any]:
@@ -128,12 +149,3 @@ def _failure(
     except NotAProgram as error:
         note = f"wrong as a graph; as a program it fails in eager code: {error}"
     return Failure(name, f"graph only: {kind}", tuple(wrong), script_of(program, wrong, f"{origin}; {note}"), origin)
-
-
-def _quiet() -> None:
-    """What cannot be recorded is no news."""
-    for name in ("torch._subclasses.fake_tensor", "torch.fx.experimental.sym_node", "torch.fx.experimental.symbolic_shapes"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-
-
-Say = Callable[[str], None]

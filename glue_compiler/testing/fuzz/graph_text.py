@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -110,7 +109,3 @@ def _text(value: Any) -> str:
     if isinstance(value, torch.device):
         return f"torch.device({str(value)!r})"
     return "..." if value is Ellipsis else repr(value)
-
-
-def names_of(nodes: Sequence[fx.Node]) -> list[str]:
-    return [node.name for node in nodes]

@@ -136,10 +136,6 @@ class _Recorder(fx.Interpreter):
             self.open_contexts.remove(args[0])
         return value
 
-    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
-        value = super().get_attr(target, args, kwargs)
-        return value
-
 
 def run_graph(gm: fx.GraphModule) -> Callable[..., Any]:
     """A function that interprets ``gm``, with checkpoints as eager code has them, and leaves no mode behind."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Callable
@@ -43,14 +44,18 @@ def _is_tensor(node: fx.Node) -> bool:
 
 
 def _tensors(graph: fx.Graph) -> list[fx.Node]:
-    return [node for node in graph.nodes if node.op in ("call_function", "call_method", "placeholder") and _is_tensor(node)]
+    return [
+        node for node in graph.nodes if node.op in ("call_function", "call_method", "placeholder") and _is_tensor(node)
+    ]
 
 
 def _calls(graph: fx.Graph) -> list[fx.Node]:
     return [
         node
         for node in graph.nodes
-        if node.op in ("call_function", "call_method") and not any(part in str(node.target) for part in _SKIPPED) and node.target is not CHECKPOINT
+        if node.op in ("call_function", "call_method")
+        and not any(part in str(node.target) for part in _SKIPPED)
+        and node.target is not CHECKPOINT
     ]
 
 
@@ -64,7 +69,11 @@ def _place_after(graph: fx.Graph, node: fx.Node, random: Random, tail: bool = Tr
     if first >= last:
         return nodes[first]
     # Mostly soon: what reads the value is near.
-    return nodes[min(last, first + int(random.expovariate(0.25)))] if random.random() < 0.7 else nodes[random.randint(first, last)]
+    return (
+        nodes[min(last, first + int(random.expovariate(0.25)))]
+        if random.random() < 0.7
+        else nodes[random.randint(first, last)]
+    )
 
 
 def _pick(graph: fx.Graph, random: Random) -> fx.Node | None:
@@ -89,10 +98,7 @@ def write(graph: fx.Graph, random: Random) -> bool:
             target, *others = _view(graph, node, value, random)
             for other in others:
                 place = other
-            if random.random() < 0.3:
-                place = _place_after(graph, target, random)
-            else:
-                place = target
+            place = _place_after(graph, target, random) if random.random() < 0.3 else target
         with graph.inserting_after(place):
             _write_call(graph, target, value, random)
     return True
@@ -114,7 +120,12 @@ def _view(graph: fx.Graph, node: fx.Node, value: torch.Tensor, random: Random) -
 
 def _write_call(graph: fx.Graph, node: fx.Node, value: torch.Tensor, random: Random) -> None:
     if value.dtype == torch.bool:
-        options: list[tuple[str, tuple[Any, ...]]] = [("logical_not_", ()), ("fill_", (True,)), ("zero_", ()), ("bitwise_xor_", (True,))]
+        options: list[tuple[str, tuple[Any, ...]]] = [
+            ("logical_not_", ()),
+            ("fill_", (True,)),
+            ("zero_", ()),
+            ("bitwise_xor_", (True,)),
+        ]
     elif value.is_floating_point():
         options = [("mul_", (0.5,)), ("add_", (0.25,)), ("clamp_", (-0.5, 0.5)), ("zero_", ()), ("neg_", ())]
     else:
@@ -134,17 +145,53 @@ def wrap_operand(graph: fx.Graph, random: Random) -> bool:
         return False
     user, node = random.choice(uses)
     value = _value(node)
-    options: list[tuple[str, tuple[Any, ...]]] = [("clone", ()), ("contiguous", ()), ("detach", ()), ("view_as", (node,)), ("type_as", (node,)), ("view", (value.dtype,)), ("to", (value.dtype,))]
+    options: list[tuple[str, tuple[Any, ...]]] = [
+        ("clone", ()),
+        ("contiguous", ()),
+        ("detach", ()),
+        ("view_as", (node,)),
+        ("type_as", (node,)),
+        ("view", (value.dtype,)),
+        ("to", (value.dtype,)),
+    ]
     if value.dim():
         options += [("flip", (-1,)), ("roll", (1, 0))]
     chain: list[tuple[str, tuple[Any, ...]]] = [random.choice(options)]
     if random.random() < 0.5:
         if value.dtype == torch.bool:
-            chain = random.choice([[("to", (torch.int8,)), ("to", (torch.bool,))], [("logical_not", ())], [("float", ()), ("bool", ())], [("view", (torch.uint8,)), ("view", (torch.bool,))]])
+            chain = random.choice(
+                [
+                    [("to", (torch.int8,)), ("to", (torch.bool,))],
+                    [("logical_not", ())],
+                    [("float", ()), ("bool", ())],
+                    [("view", (torch.uint8,)), ("view", (torch.bool,))],
+                ]
+            )
         elif value.is_floating_point():
-            chain = random.choice([[("half", ()), ("to", (value.dtype,))], [("bfloat16", ()), ("double", ())], [("float", ()), ("type_as", (node,))], [("mul", (1,))], [("neg", ())], [("round", ())]])
+            chain = random.choice(
+                [
+                    [("half", ()), ("to", (value.dtype,))],
+                    [("bfloat16", ()), ("double", ())],
+                    [("float", ()), ("type_as", (node,))],
+                    [("mul", (1,))],
+                    [("neg", ())],
+                    [("round", ())],
+                ]
+            )
         else:
-            chain = random.choice([[("to", (torch.int8,)), ("to", (value.dtype,))], [("half", ()), ("long", ())], [("bool", ()), ("long", ())], [("int", ())], [("clamp", (0, 2))], [("add", (1,))], [("abs", ())], [("neg", ())], [("remainder", (3,))]])
+            chain = random.choice(
+                [
+                    [("to", (torch.int8,)), ("to", (value.dtype,))],
+                    [("half", ()), ("long", ())],
+                    [("bool", ()), ("long", ())],
+                    [("int", ())],
+                    [("clamp", (0, 2))],
+                    [("add", (1,))],
+                    [("abs", ())],
+                    [("neg", ())],
+                    [("remainder", (3,))],
+                ]
+            )
     new = node
     with graph.inserting_before(user):
         for name, args in chain:
@@ -163,7 +210,11 @@ def rewire(graph: fx.Graph, random: Random) -> bool:
         others = [
             other
             for other in _tensors(graph)
-            if other is not node and order[other] < order[user] and _value(other).dtype == value.dtype and _value(other).dim() == value.dim() and _same_shape(_value(other), value)
+            if other is not node
+            and order[other] < order[user]
+            and _value(other).dtype == value.dtype
+            and _value(other).dim() == value.dim()
+            and _same_shape(_value(other), value)
         ]
         if others:
             user.replace_input_with(node, random.choice(others))
@@ -176,7 +227,33 @@ def _same_shape(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 _AXIS = ("dim", "axis")
-_METHODS = {"sum", "cumsum", "any", "argsort", "softmax", "max", "eq", "ne", "ge", "le", "gt", "lt", "masked_fill", "where", "nonzero", "tril", "triu", "unsqueeze", "transpose", "matmul", "topk", "diff", "clamp", "index_select", "repeat_interleave"}
+_METHODS = {
+    "sum",
+    "cumsum",
+    "any",
+    "argsort",
+    "softmax",
+    "max",
+    "eq",
+    "ne",
+    "ge",
+    "le",
+    "gt",
+    "lt",
+    "masked_fill",
+    "where",
+    "nonzero",
+    "tril",
+    "triu",
+    "unsqueeze",
+    "transpose",
+    "matmul",
+    "topk",
+    "diff",
+    "clamp",
+    "index_select",
+    "repeat_interleave",
+}
 
 
 def respell(graph: fx.Graph, random: Random) -> bool:
@@ -200,7 +277,11 @@ def respell(graph: fx.Graph, random: Random) -> bool:
         if node.op == "call_function" and node.target is getattr(torch, name, None) and name != "where":
             node.op, node.target = "call_method", name
             return True
-        if name in ("cumsum", "softmax", "argsort", "sum", "any") and len(node.args) == 2 and isinstance(node.args[1], int):
+        if (
+            name in ("cumsum", "softmax", "argsort", "sum", "any")
+            and len(node.args) == 2
+            and isinstance(node.args[1], int)
+        ):
             node.args, node.kwargs = node.args[:1], {random.choice(_AXIS): node.args[1], **node.kwargs}
             return True
         if name in ("add", "sub") and "alpha" not in node.kwargs and node.op == "call_function":
@@ -322,7 +403,7 @@ def _is_before(graph: fx.Graph, first: fx.Node, second: fx.Node) -> bool:
 def swap(graph: fx.Graph, random: Random) -> bool:
     """Two neighbours change places."""
     nodes = _calls(graph)
-    pairs = [(a, b) for a, b in zip(nodes, nodes[1:], strict=False) if a.next is b and a not in b.all_input_nodes]
+    pairs = [(a, b) for a, b in itertools.pairwise(nodes) if a.next is b and a not in b.all_input_nodes]
     if not pairs:
         return False
     first, second = random.choice(pairs)
@@ -337,5 +418,16 @@ def define_operators() -> None:
     exec(OPERATORS, {"torch": torch})
 
 
-MUTATIONS: tuple[Mutation, ...] = (write, wrap_operand, rewire, respell, change_constant, another_mode, compute_again, one_more_output, write_out_of_sight, swap)
+MUTATIONS: tuple[Mutation, ...] = (
+    write,
+    wrap_operand,
+    rewire,
+    respell,
+    change_constant,
+    another_mode,
+    compute_again,
+    one_more_output,
+    write_out_of_sight,
+    swap,
+)
 WEIGHTS = (6, 5, 3, 3, 3, 2, 3, 1, 1, 1)

@@ -21,7 +21,9 @@ class ProcessState:
     def differences(self) -> list[str]:
         """What is not as it was."""
         settings, parts = _settings(), _parts()
-        found = [f"{name}: was {old}, is {settings[name]}" for name, old in self.settings.items() if old != settings[name]]
+        found = [
+            f"{name}: was {old}, is {settings[name]}" for name, old in self.settings.items() if old != settings[name]
+        ]
         found += [f"{'.'.join(key)} is another object" for key, old in self.parts.items() if parts.get(key) is not old]
         return [f"left behind: {each}" for each in found]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from glue_compiler.testing.fuzz import harness
 from glue_compiler.testing.fuzz.programs import Program
 
-MAIN = '''
+MAIN = """
 if __name__ == "__main__":
     import sys
 
@@ -19,7 +19,7 @@ if __name__ == "__main__":
     found = differences(program, expected, actual)
     print("\\n".join(found) or "as eager")
     sys.exit(1 if found else 0)
-'''
+"""
 
 
 def script_of(program: Program, wrong: list[str], note: str) -> str:

@@ -12,7 +12,7 @@ PARTS = ("body", "prelude", "make")
 
 
 def shrunk(program: Program, still_fails: Callable[[Program], bool], seconds: float) -> Program:
-    """The smallest program found within ``seconds``; ``still_fails`` says whether a candidate fails as the first did."""
+    """The smallest program found within ``seconds``; ``still_fails``: does a candidate fail as the first did?"""
     end = time.monotonic() + seconds
     progress = True
     while progress:

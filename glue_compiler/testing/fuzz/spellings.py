@@ -79,7 +79,10 @@ def where(draw: Draw, condition: str, yes: str, no: str, *, tensors: bool = True
     options = [f"torch.where({condition}, {yes}, {no})"] * 3
     options.append(f"torch.where(condition={condition}, input={yes}, other={no})")
     if tensors:
-        options += [f"{_wrapped(yes)}.where({condition}, {no})", f"{_wrapped(yes)}.where(condition={condition}, other={no})"]
+        options += [
+            f"{_wrapped(yes)}.where({condition}, {no})",
+            f"{_wrapped(yes)}.where(condition={condition}, other={no})",
+        ]
     return draw.pick(*options)
 
 
@@ -123,7 +126,9 @@ def product(draw: Draw, left: str, right: str) -> str:
 
 def inverted(draw: Draw, operand: str) -> str:
     """Of booleans."""
-    return draw.mostly(f"(~{operand})", f"torch.logical_not({operand})", f"({operand} == False)", f"{operand}.logical_not()")
+    return draw.mostly(
+        f"(~{operand})", f"torch.logical_not({operand})", f"({operand} == False)", f"{operand}.logical_not()"
+    )
 
 
 def _wrapped(expression: str) -> str:

@@ -87,10 +87,10 @@ class Tally:
             f"eager {self.refused}, wrong without glue too {self.torchs_own}, failed {len(self.failures)} (and "
             f"{self.repeats} like them)"
         ]
-        for name in sorted(self.fired.keys() | self.left_alone.keys()):
-            found.append(
-                f"  {name}: rewrote {self.fired[name]} ({self.rewrites[name]} rewrites), left {self.left_alone[name]} alone"
-            )
+        found += [
+            f"  {name}: rewrote {self.fired[name]} ({self.rewrites[name]} rewrites), left {self.left_alone[name]} alone"
+            for name in sorted(self.fired.keys() | self.left_alone.keys())
+        ]
         found += [f"  FAILED {each.origin}: {each.cause}: {each.wrong[0][:200]}" for each in self.failures]
         return found
 

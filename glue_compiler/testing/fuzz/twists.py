@@ -1,4 +1,4 @@
-"""Statements that may stand anywhere, and that break a proof which does not look: writes, aliases, casts, modes, state."""
+"""Statements that may stand anywhere and break a proof that does not look: writes, aliases, casts, modes, state."""
 
 from __future__ import annotations
 
@@ -50,9 +50,36 @@ def _write_of(draw: Draw, name: str, dtype: str, dims: int) -> str:
             f"operator.setitem({name}, 0, {number})",
         ]
     by_dtype = {
-        "bool": [f"{name}.logical_not_()", f"{name}.fill_(True)", f"{name}.zero_()", f"{name}.bitwise_xor_(torch.tensor(True{draw.at}))", f"torch.logical_not({name}, out={name})"],
-        "int": [f"{name}.add_(1)", f"{name}.add_(1, alpha=2)", f"{name}.mul_(2)", f"{name}.clamp_(max=1)", f"{name}.zero_()", f"{name}.data.add_(1)", f"{name}.detach().add_(1)", f"{name} += 1", f"torch.add({name}, 1, out={name})", f"{name}.sub_(1)", f"{name}.bitwise_or_(1)"],
-        "float": [f"{name}.mul_(0.5)", f"{name}.add_(0.25)", f"{name}.clamp_(max=0.5)", f"{name}.data.mul_(0.5)", f"{name}.detach().zero_()", f"{name} *= 0.5", f"{name}.masked_fill_({name} > 1, 0.5)", f"F.relu({name}, inplace=True)"],
+        "bool": [
+            f"{name}.logical_not_()",
+            f"{name}.fill_(True)",
+            f"{name}.zero_()",
+            f"{name}.bitwise_xor_(torch.tensor(True{draw.at}))",
+            f"torch.logical_not({name}, out={name})",
+        ],
+        "int": [
+            f"{name}.add_(1)",
+            f"{name}.add_(1, alpha=2)",
+            f"{name}.mul_(2)",
+            f"{name}.clamp_(max=1)",
+            f"{name}.zero_()",
+            f"{name}.data.add_(1)",
+            f"{name}.detach().add_(1)",
+            f"{name} += 1",
+            f"torch.add({name}, 1, out={name})",
+            f"{name}.sub_(1)",
+            f"{name}.bitwise_or_(1)",
+        ],
+        "float": [
+            f"{name}.mul_(0.5)",
+            f"{name}.add_(0.25)",
+            f"{name}.clamp_(max=0.5)",
+            f"{name}.data.mul_(0.5)",
+            f"{name}.detach().zero_()",
+            f"{name} *= 0.5",
+            f"{name}.masked_fill_({name} > 1, 0.5)",
+            f"F.relu({name}, inplace=True)",
+        ],
     }[dtype]
     return draw.pick(draw.pick(*any_dtype), draw.pick(*by_dtype), draw.pick(*by_dtype))
 
@@ -62,9 +89,23 @@ def alias(draw: Draw, value: Value) -> None:
     name, dims = value.name, value.dims
     if value.is_leaf:
         return
-    options = [(f"{name}.detach()", dims), (f"{name}.view_as({name})", dims), (f"{name}[...]", dims), (f"{name}.data", dims), (f"{name}.unsqueeze(0)", dims + 1), (f"{name}.expand(2, *{name}.shape)[0]", dims)]
+    options = [
+        (f"{name}.detach()", dims),
+        (f"{name}.view_as({name})", dims),
+        (f"{name}[...]", dims),
+        (f"{name}.data", dims),
+        (f"{name}.unsqueeze(0)", dims + 1),
+        (f"{name}.expand(2, *{name}.shape)[0]", dims),
+    ]
     if dims:
-        options += [(f"{name}[:2]", dims), (f"{name}.reshape(-1)", 1), (f"{name}[..., 1:]", dims), (f"{name}.as_strided((1,), (1,))", 1), (f"{name}.narrow(0, 0, 1)", dims), (f"{name}.unbind(0)[0]", dims - 1)]
+        options += [
+            (f"{name}[:2]", dims),
+            (f"{name}.reshape(-1)", 1),
+            (f"{name}[..., 1:]", dims),
+            (f"{name}.as_strided((1,), (1,))", 1),
+            (f"{name}.narrow(0, 0, 1)", dims),
+            (f"{name}.unbind(0)[0]", dims - 1),
+        ]
     if dims > 1:
         options += [(f"{name}.transpose(0, 1)", dims), (f"{name}.mT", dims)]
     text, dims = draw.pick(*options)
@@ -79,13 +120,55 @@ def cast(draw: Draw, value: Value) -> None:
     """The same name, through another dtype or layout."""
     name = value.name
     by_dtype = {
-        "bool": [f"{name}.int().bool()", f"{name}.to(torch.int8) != 0", f"{name}.view(torch.uint8).bool()", f"{name}.view(torch.int8).view(torch.bool)", f"{name} & True", f"{name}.float().bool()"],
-        "int": [f"{name}.int()", f"{name}.to(torch.int8).to({name}.dtype)", f"{name}.half().to({name}.dtype)", f"{name}.bool().to({name}.dtype)", f"{name}.to(torch.bfloat16).to({name}.dtype)", f"{name} % 3", f"{name}.clamp(0, 2)", f"{name}.to(torch.int16)", f"{name}.float().to({name}.dtype)", f"{name}.abs()", f"-{name}"],
-        "float": [f"{name}.half().to({name}.dtype)", f"{name}.float().to({name}.dtype)", f"{name}.to(torch.bfloat16).to({name}.dtype)", f"{name} * 1", f"{name} + 0", f"{name}.type_as({name})", f"{name}.to({name})", f"{name}.detach()", f"{name}.round(decimals=1)", f"{name}.clone()"],
+        "bool": [
+            f"{name}.int().bool()",
+            f"{name}.to(torch.int8) != 0",
+            f"{name}.view(torch.uint8).bool()",
+            f"{name}.view(torch.int8).view(torch.bool)",
+            f"{name} & True",
+            f"{name}.float().bool()",
+        ],
+        "int": [
+            f"{name}.int()",
+            f"{name}.to(torch.int8).to({name}.dtype)",
+            f"{name}.half().to({name}.dtype)",
+            f"{name}.bool().to({name}.dtype)",
+            f"{name}.to(torch.bfloat16).to({name}.dtype)",
+            f"{name} % 3",
+            f"{name}.clamp(0, 2)",
+            f"{name}.to(torch.int16)",
+            f"{name}.float().to({name}.dtype)",
+            f"{name}.abs()",
+            f"-{name}",
+        ],
+        "float": [
+            f"{name}.half().to({name}.dtype)",
+            f"{name}.float().to({name}.dtype)",
+            f"{name}.to(torch.bfloat16).to({name}.dtype)",
+            f"{name} * 1",
+            f"{name} + 0",
+            f"{name}.type_as({name})",
+            f"{name}.to({name})",
+            f"{name}.detach()",
+            f"{name}.round(decimals=1)",
+            f"{name}.clone()",
+        ],
     }[value.dtype]
-    any_dtype = [f"{name}.clone()", f"{name}.contiguous()", f"{name}.view({name}.dtype)", f"{name}.to({name}.device)", f"torch.clone(input={name})", f"{name}.roll(0)"]
+    any_dtype = [
+        f"{name}.clone()",
+        f"{name}.contiguous()",
+        f"{name}.view({name}.dtype)",
+        f"{name}.to({name}.device)",
+        f"torch.clone(input={name})",
+        f"{name}.roll(0)",
+    ]
     if value.dims > 1:
-        any_dtype += [f"{name}.transpose(0, 1).contiguous().transpose(0, 1)", f"{name}.flip(-1).flip(-1)", f"{name}.flip(-1)", f"{name}.roll(1, -1)"]
+        any_dtype += [
+            f"{name}.transpose(0, 1).contiguous().transpose(0, 1)",
+            f"{name}.flip(-1).flip(-1)",
+            f"{name}.flip(-1)",
+            f"{name}.roll(1, -1)",
+        ]
     draw.emit(f"{name} = {draw.pick(draw.pick(*any_dtype), draw.pick(*by_dtype), draw.pick(*by_dtype))}")
     if value.is_leaf:  # the name is another tensor from here on
         draw.values = [Value(v.name, v.dtype, v.dims) if v is value else v for v in draw.values]
@@ -131,7 +214,7 @@ def read(draw: Draw, value: Value) -> None:
     """A further output."""
     if value.dtype == "float" and draw.chance(0.5):
         new = draw.name("extra")
-        draw.emit(f"{new} = {draw.pick(f'{value.name}.sum()', f'{value.name} * 2', f'{value.name}.detach().clone()', f'{value.name}.clone()', f'{value.name}.mean()')}")
+        draw.emit(f"{new} = {value.name}" + draw.pick(".sum()", " * 2", ".detach().clone()", ".clone()", ".mean()"))
         draw.outputs.append(new)
     else:
         draw.outputs.append(value.name)
@@ -188,7 +271,10 @@ OPAQUE = {
         "        x.copy_(x.flip(-1)) if x.dim() else x.zero_()\n    return x"
     ),
     "looked_at": "def looked_at(x):\n    return torch.ops.fuzzed.look(x)",
-    "broken_off": "@torch.compiler.disable\ndef broken_off(x):\n    with torch.no_grad():\n        x.copy_(x.flip(-1)) if x.dim() else x.zero_()",
+    "broken_off": (
+        "@torch.compiler.disable\ndef broken_off(x):\n    with torch.no_grad():\n"
+        "        x.copy_(x.flip(-1)) if x.dim() else x.zero_()"
+    ),
 }
 DOUBLED = """
 class Doubled(torch.autograd.Function):
@@ -207,7 +293,8 @@ class State:
         self.seen, self.named, self.names, self.numbers = [], {}, set(), iter(range(100))
 
     def __repr__(self):
-        return f"{self.calls} {self.last} {self.shape} {self.seen} {self.named} {self.names} {next(copy.copy(self.numbers))} {COUNT}"
+        number = next(copy.copy(self.numbers))
+        return f"{self.calls} {self.last} {self.shape} {self.seen} {self.named} {self.names} {number} {COUNT}"
 
 
 STATE, COUNT = State(), 0
