@@ -12,8 +12,8 @@ TOLERANCE = {"float64": 1e-8, "float32": 2e-4, "bfloat16": 5e-2}
 
 def observe(program: dict[str, Any], wrap: Any = None) -> dict[str, Any]:
     """What each call of the program gives, by label: outputs, gradients, inputs afterwards, Python state, leaks."""
-    for name in program["COMPILED"] if wrap is not None else ():
-        program[name] = wrap(program[name])
+    for name in program["COMPILED"] if wrap is not None else ():  # a function may be gone from a smaller program
+        program[name] = wrap(program[name]) if name in program else None
     seen: dict[str, Any] = {}
     watched: list[Any] = []
     with warnings.catch_warnings(record=True) as caught:
