@@ -161,7 +161,7 @@ def _operators_behind(frame: Any, node: fx.Node) -> list[fx.Node] | None:
             return None
         if effects is None:
             effects = EffectAnalysis(fake_mode_of(tensors_in([value_of(node), *map(value_of, node.all_input_nodes)])))
-        found = effects.of(frame.output.root_tracer.graph, node)
+        found = effects.of(None, node)  # of integers, which no autocast changes
         tensors = tensors_in(value_of(node))
         if found.kind is not Kind.PURE or any(_is_written(t) or unbacked_in(t) for t in tensors):
             return None

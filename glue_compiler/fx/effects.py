@@ -122,21 +122,27 @@ class EffectAnalysis:
         """Read again in which mode each node of ``gm``, a whole graph, and of its bodies runs."""
         self._modes.update(modes_of(gm))
 
-    def mode_of(self, gm: fx.GraphModule, node: fx.Node) -> Mode:
-        """The mode that ``node`` of ``gm`` runs in; of a body, only known after :meth:`read_modes` of the whole."""
+    def mode_of(self, gm: fx.GraphModule | None, node: fx.Node) -> Mode:
+        """The mode that ``node`` of ``gm`` runs in; of a body, only known after :meth:`read_modes` of the whole.
+
+        Without ``gm`` the one in which the graph is called.
+        """
+        if gm is None:
+            return Mode()
         if node not in self._modes:
             first = next(iter(gm.graph.nodes))
             self._modes.update(modes_of(gm, self._modes.get(first)))
         return self._modes[node]
 
-    def of(self, gm: fx.GraphModule, node: fx.Node) -> Effects:
+    def of(self, gm: fx.GraphModule | None, node: fx.Node) -> Effects:
+        """What ``node`` of ``gm`` does. Without ``gm``, as if the graph switched no mode; then no bodies are seen."""
         if node.op in ("placeholder", "get_attr", "output"):
             return Effects(Kind.NOTHING)
         if node.op == "call_module":
             return Effects(Kind.BARRIER)
         if node.op == "call_function":
             if bodies.is_higher_order(node):
-                return self._of_bodies(gm, node)
+                return self._of_bodies(gm, node) if gm is not None else Effects(Kind.BARRIER)
             for targets, kind in (
                 (_ASSERTS, Kind.ASSERT),
                 (GRAD_SWITCHES, Kind.GRAD_MODE),
@@ -178,7 +184,7 @@ class EffectAnalysis:
 
         Without ``gm`` in the mode in which the graph is called.
         """
-        mode = self.mode_of(gm, node) if gm is not None else Mode()
+        mode = self.mode_of(gm, node)
         if self._is_opaque(node) or not mode.is_known:
             return None
         return self._outcome(node, mode).result
