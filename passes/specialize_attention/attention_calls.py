@@ -11,7 +11,7 @@ import sympy
 import torch
 from torch import fx
 
-from glue_compiler.fx.index_expressions import IndexReader
+from glue_compiler.fx.index_expressions import IndexReader, Unreadable
 from glue_compiler.fx.index_operators import CONVERSIONS
 from glue_compiler.fx.index_views import Element, NotAView, broadcast_index, source_of
 from glue_compiler.fx.operators import FOUND, Call, Operators, Value
@@ -294,12 +294,12 @@ def _masked(value: Value, chain: _Chain, reader: IndexReader) -> Value:
                     chain.links.append(value)
                     return scores
         case Call(aten.masked_fill, {"self": Value() as scores, "mask": Value() as mask, "value": filling}):
-            if reader.dtype(mask) == torch.bool and _hides_by(filling, value, operators):
+            if reader.dtype(mask) == torch.bool and _hides_by(filling, value, reader):
                 chain.mask = Mask(mask, "hides")
                 chain.links.append(value)
                 return scores
         case Call(aten.where, {"condition": Value() as mask, "self": Value() as scores, "other": filling}):
-            if reader.dtype(mask) == torch.bool and _hides_by(filling, value, operators):
+            if reader.dtype(mask) == torch.bool and _hides_by(filling, value, reader):
                 chain.mask = Mask(mask, "shows")
                 chain.links.append(value)
                 return scores
@@ -311,9 +311,17 @@ def _masked(value: Value, chain: _Chain, reader: IndexReader) -> Value:
     return value
 
 
-def _hides_by(filling: Any, value: Value, operators: Operators) -> bool:
-    least = torch.finfo(operators.meta(value).dtype).min
-    return isinstance(filling, int | float) and filling <= max(least, -1e9)
+def _hides_by(filling: Any, value: Value, reader: IndexReader) -> bool:
+    """Does a score of ``filling`` in ``value`` leave a weight of zero?"""
+    dtype = reader.dtype(value)
+    if isinstance(filling, Value) and reader.operators.is_tensor(filling) and not reader.shape(filling):
+        try:
+            filling = reader.read(filling, ())
+        except Unreadable:
+            return False
+        filling = float(filling) if filling.is_number and filling is not sympy.nan else None
+    is_known = isinstance(filling, int | float) and dtype.is_floating_point
+    return is_known and filling <= max(torch.finfo(dtype).min, -1e9)
 
 
 def _scaled(value: Value, chain: _Chain, operators: Operators) -> Value:

@@ -141,10 +141,11 @@ class _Classifier:
 
     @staticmethod
     def _is_of_keys(condition: Any) -> bool:
-        """Is it about a key alone, whatever the query, and known at run time only?"""
+        """Is it about a key alone, whatever the query, and no range of keys that is known now?"""
         symbols = condition.free_symbols
         is_known_later = bool(condition.atoms(sympy.core.function.AppliedUndef))
-        return is_known_later and KEY in symbols and symbols <= {BATCH, KEY}
+        is_range = not is_known_later and not isinstance(condition, sympy.Ne)
+        return not is_range and KEY in symbols and symbols <= {BATCH, KEY}
 
     def _equality(self, condition: Any) -> None:
         difference = sympy.expand(condition.lhs - condition.rhs)

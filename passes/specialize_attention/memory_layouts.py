@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import sympy
 from torch import Tensor
 
 from glue_compiler.fx.values import expression
@@ -24,7 +25,7 @@ def layout_of(tensor: Tensor) -> Layout | None:
 def has_layout(shape: Sequence[Any], strides: Sequence[Any], layout: Layout) -> bool:
     step: Any = 1
     for dim in reversed(layout):
-        if shape[dim] != 1 and strides[dim] != step:
+        if shape[dim] != 1 and sympy.expand(strides[dim] - step) != 0:
             return False
         step = step * shape[dim]
     return True
