@@ -99,6 +99,7 @@ class _Outcome:
     random: bool = False
     result: Any = None
     record: CallRecord | None = None
+    parts: CallRecord | None = None
     changes_views: bool = False
 
 
@@ -178,6 +179,13 @@ class EffectAnalysis:
             return None
         outcome, names = self._effects(node, mode)
         return outcome.record.renamed(names) if outcome.record is not None else None
+
+    def parts_of(self, gm: fx.GraphModule, node: fx.Node) -> CallRecord | None:
+        """As :meth:`record_of`, below autograd and autocast: the operators that those of the node are made of."""
+        if self._is_opaque(node) or not (mode := self.mode_of(gm, node)).is_known:
+            return None
+        outcome, names = self._effects(node, mode)
+        return outcome.parts.renamed(names) if outcome.parts is not None else None
 
     def result_of(self, gm: fx.GraphModule | None, node: fx.Node) -> Any | None:
         """What the node's operator gives for the metadata of its operands; None if it is not safe to ask.
@@ -278,7 +286,9 @@ class EffectAnalysis:
             return value
 
         args, kwargs = fx.map_arg(node.args, argument), fx.map_arg(node.kwargs, argument)
-        recorder, operators = _Recorder(), Recorder([aliases[id(tensor)] for tensor in tensors])
+        given = [aliases[id(tensor)] for tensor in tensors]
+        operators, parts = Recorder(given), Recorder(given)
+        recorder = _Recorder(parts)
         shape_env = self.fake_mode.shape_env if self.fake_mode is not None else None
         try:
             with (
@@ -298,17 +308,24 @@ class EffectAnalysis:
         written = tuple(i for i, t in enumerate(tensors) if is_plain(t) and storage_of(t) in recorder.written)
         if recorder.written - storages_of(tensors) - recorder.made:
             return _Outcome(Kind.BARRIER)
-        record = operators.record(result)
         return _Outcome(
-            recorder.kind(), written, recorder.syncs, recorder.random, result, record, recorder.changes_views
+            recorder.kind(),
+            written,
+            recorder.syncs,
+            recorder.random,
+            result,
+            operators.record(result),
+            parts.record(result),
+            recorder.changes_views,
         )
 
 
 class _Recorder(TorchDispatchMode):
     """Records which operators run, which storages they write, and which they allocate."""
 
-    def __init__(self) -> None:
+    def __init__(self, parts: Recorder) -> None:
         super().__init__()
+        self.parts = parts
         self.written: set[StorageKey] = set()
         self.made: set[StorageKey] = set()
         self.syncs = self.random = self.foreign = self.changes_views = False
@@ -317,6 +334,7 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         before = storages_of([*args, kwargs])
         result = func(*args, **kwargs)
+        self.parts(func, args, kwargs, result)
         self.made |= storages_of(result) - before
         self.random |= torch.Tag.nondeterministic_seeded in func.tags
         self.syncs |= torch.Tag.data_dependent_output in func.tags
