@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import inspect
 import logging
 import pickle
 import time
@@ -34,6 +33,7 @@ from glue_compiler.fx.training_pair import TrainingPair, check_pair
 from glue_compiler.graph_pass import GraphPass, Numerics, PairPass, PassContext, PassResult, Prologue, Skip, Stage
 from glue_compiler.observer import Observer
 from glue_compiler.options import GlueOptions
+from glue_compiler.sources import sources_of
 
 log = logging.getLogger(__name__)
 
@@ -233,9 +233,12 @@ def order_by_contract(passes: Sequence[GraphPass], enabled: set[str]) -> tuple[G
 
 
 def pass_uuid(graph_pass: GraphPass) -> bytes:
-    """Hash of the sources that decide what a pass does: its own, glue's, and torch's version."""
-    own = Path(inspect.getfile(type(graph_pass)))
-    return compat.hash_of_files([*_toolkit_sources(), *(own.parent.glob("*.py") if own.stem == "__init__" else [own])])
+    """Hash of the sources that decide what a pass does: its own, what they import, glue's, and torch's version.
+
+    Raises:
+        OSError: if they cannot be found.
+    """
+    return _toolkit_hash() + compat.hash_of_files(sources_of(type(graph_pass)))
 
 
 @functools.cache
@@ -246,11 +249,16 @@ def _toolkit_sources() -> tuple[Path, ...]:
     return tuple(sorted(path for part in parts for path in part.glob("*.py")))
 
 
+@functools.cache
+def _toolkit_hash() -> bytes:
+    return compat.hash_of_files(_toolkit_sources())
+
+
 def _described(graph_pass: GraphPass, options: GlueOptions) -> tuple[str, bytes, bytes] | None:
     """A pass for the cache key, or None when it cannot be told from another one."""
     try:
         return graph_pass.name, pass_uuid(graph_pass), pickle.dumps(graph_pass.cache_options(options))
-    except (OSError, TypeError, AttributeError, pickle.PicklingError) as error:
+    except (OSError, SyntaxError, TypeError, AttributeError, pickle.PicklingError) as error:
         warnings.warn(
             f"with the pass '{graph_pass.name}' nothing is cached ({error}); define its class in a file, and let "
             "cache_options return plain data that says what it depends on",
