@@ -122,8 +122,9 @@ def checked(template: Template, gm: fx.GraphModule, name: str) -> Checked:
 
 def _run_pass(gm: fx.GraphModule, name: str) -> PassReport:
     """As :func:`glue_compiler.testing.run_pass`, without the texts of the graph, which take longer than the pass."""
-    (graph_pass,) = (each for each in registry.all_passes() if each.name == name)
-    options = parse_options({"strict": True, "compiler": "aot_eager"}, None, registry.pass_names(), environment={})
+    known = {each.name: each for each in registry.all_passes()}
+    graph_pass = known[name] if name in known else registry.resolve_pass(name)
+    options = parse_options({"strict": True, "compiler": "aot_eager"}, None, [graph_pass.name], environment={})
     (report,) = Pipeline.of_one(graph_pass, options).run(gm, Stage.CAPTURED)
     return report
 
