@@ -385,7 +385,8 @@ def draw_attention(draw: Draw) -> Drawn:
     draw.outputs.append(hidden)
     made = [
         draw.generator,
-        Statement("T, S = LENGTH, KEYS"),
+        draw.size("T", "LENGTH"),
+        draw.size("S", "KEYS"),
     ]
     for name, heads, length in (("query", "HEADS", "T"), ("key", "KEY_HEADS", "S"), ("value", "KEY_HEADS", "S")):
         grad = ".requires_grad_()" if draw.chance(0.9) else ""

@@ -51,6 +51,7 @@ class Draw:
         self.prelude: dict[str, Statement] = {}
         """Helpers that statements ask for, by name."""
         self.outputs: list[str] = []
+        self.grows = False
         self.precision = "float64"
         self.uses_state = False
         self._lines: list[list[Statement]] = [[]]
@@ -62,6 +63,10 @@ class Draw:
         """Makes ``g``, which inputs are drawn with."""
         device = f"device={self.device!r}" if self.device != "cpu" else ""
         return Statement(f"g = torch.Generator({device}).manual_seed(seed)")
+
+    def size(self, name: str, constant: str) -> Statement:
+        """Makes a size, which is another one for each seed if the inputs grow."""
+        return Statement(f"{name} = {constant} + 2 * seed" if self.grows else f"{name} = {constant}")
 
     @property
     def at(self) -> str:

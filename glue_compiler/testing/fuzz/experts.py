@@ -43,7 +43,9 @@ def draw_experts(draw: Draw) -> Drawn:
     )
     loop.top_k = min(loop.top_k, loop.experts)
     tokens = draw.mostly(7, 1, 0, 5, 12)
-    draw.need("sizes", f"N, E, K, WIDTH, INNER = {tokens}, {loop.experts}, {loop.top_k}, {loop.width}, {loop.inner}")
+    sizes = (tokens, loop.experts, loop.top_k, loop.width, loop.inner)
+    draw.need("sizes", f"TOKENS, E, K, WIDTH, INNER = {sizes}")
+    draw.emit("N = x.shape[0]")
     inputs, made = _inputs(loop)
     selected, weights = _routing(loop, inputs)
     spelled = draw.pick(
@@ -55,7 +57,11 @@ def draw_experts(draw: Draw) -> Drawn:
 
 def _inputs(loop: Loop) -> tuple[tuple[str, ...], tuple[Statement, ...]]:
     draw = loop.draw
-    made = [draw.generator, Statement(f"x = torch.randn(N, WIDTH, dtype=FLOAT, generator=g{draw.at}).requires_grad_()")]
+    made = [
+        draw.generator,
+        draw.size("N", "TOKENS"),
+        Statement(f"x = torch.randn(N, WIDTH, dtype=FLOAT, generator=g{draw.at}).requires_grad_()"),
+    ]
     names = ["x"]
     draw.values.append(Value("x", "float", 2, is_leaf=True))
     if draw.chance(0.5):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from glue_compiler import registry
@@ -58,7 +57,7 @@ def examined(program: Program, wrong: list[str], seconds: float, origin: str) ->
     if is_torchs_own(small, eager_results(small)):  # a program that is wrong for two reasons
         small = program
     final = _wrong(small) or wrong
-    owner = _owner(small, kind)
+    owner = _owner(small)
     cause = f"{owner} | {kind}"
     return Failure(owner, cause, tuple(final), script_of(small, final, f"{origin}; {owner}"), origin)
 
@@ -70,12 +69,10 @@ def _wrong(program: Program, off: tuple[str, ...] = ()) -> list[str]:
         return []
 
 
-def _owner(program: Program, kind: str) -> str:
-    names = registry.pass_names()
-    for name in names:
+def _owner(program: Program) -> str:
+    """The pass without which the program is right."""
+    fired = verdict(program).fired
+    for name in dict.fromkeys((*fired, *registry.pass_names())):
         if not _wrong(program, (name,)):
             return name
-    return "capture" if _wrong(program, names) else "several passes"
-
-
-Examine = Callable[[Program, list[str], float, str], Failure | None]
+    return "capture" if _wrong(program, (*fired, *registry.pass_names())) else "several passes"

@@ -10,7 +10,8 @@ from glue_compiler.testing.fuzz.programs import Statement
 def draw_metadata(draw: Draw) -> Drawn:
     """Layers that each compute it from ``pos`` and ``flags``: inline, checkpointed, or compiled one by one."""
     tokens = draw.mostly(6, 1, 3, 9)
-    draw.need("sizes", f"LENGTH, WIDTH = {tokens}, 2")
+    draw.need("sizes", f"TOKENS, WIDTH = {tokens}, 2")
+    draw.emit("LENGTH = x.shape[0]")
     draw.need("restarting", RESTARTING)
     draw.values += [
         Value("x", "float", 2, is_leaf=True),
@@ -51,6 +52,7 @@ def draw_metadata(draw: Draw) -> Drawn:
     draw.outputs.append("hidden")
     made = (
         draw.generator,
+        draw.size("LENGTH", "TOKENS"),
         Statement(f"x = torch.randn(LENGTH, WIDTH, dtype=FLOAT, generator=g{draw.at}).requires_grad_()"),
         Statement(f"weight = torch.randn(WIDTH, WIDTH, dtype=FLOAT, generator=g{draw.at}).requires_grad_()"),
         Statement(
@@ -79,6 +81,7 @@ def _layer_functions(draw: Draw, kinds: list[int]) -> list[str]:
             Value("pos", "int", 1),
             Value("flags", "bool", 1),
         ]
+        inner.emit("LENGTH = hidden.shape[0]")
         layer(inner, kind)
         name = draw.name("layer_")
         names.append(name)

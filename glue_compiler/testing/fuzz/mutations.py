@@ -130,7 +130,7 @@ def _write_call(graph: fx.Graph, node: fx.Node, value: torch.Tensor, random: Ran
         options = [("mul_", (0.5,)), ("add_", (0.25,)), ("clamp_", (-0.5, 0.5)), ("zero_", ()), ("neg_", ())]
     else:
         options = [("add_", (1,)), ("mul_", (2,)), ("clamp_", (0, 1)), ("zero_", ()), ("sub_", (1,)), ("fill_", (1,))]
-    if random.random() < 0.25:
+    if value.dim() and random.random() < 0.25:
         index = random.choice([0, -1, slice(1, None), (Ellipsis, 0), slice(None, None, 2)])
         graph.call_function(operator.setitem, (node, index, options[0][0] == "logical_not_" or 1))
         return

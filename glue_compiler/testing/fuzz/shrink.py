@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import time
 from collections.abc import Callable, Iterator
 
-from glue_compiler.testing.fuzz.programs import Call, Program, made_plain, paths, unwrapped, without
+from glue_compiler.testing.fuzz.programs import Call, Program, Statement, made_plain, paths, unwrapped, without
 
 PARTS = ("body", "prelude", "make")
+_NAME = re.compile(r"[A-Za-z_]\w*")
 
 
 def shrunk(program: Program, still_fails: Callable[[Program], bool], seconds: float) -> Program:
@@ -43,10 +45,24 @@ def _smaller(program: Program) -> Iterator[Program]:
     for gone in range(len(program.outputs)):
         if len(program.outputs) > 1:
             yield dataclasses.replace(program, outputs=program.outputs[:gone] + program.outputs[gone + 1 :])
+    yield _needed(program)
     yield from _halves(program)
     yield from _single_edits(program)
     for name in program.inputs:
         yield dataclasses.replace(program, inputs=tuple(n for n in program.inputs if n != name))
+
+
+def _needed(program: Program) -> Program:
+    """Without the statements that, by the names in them, nothing that is returned can depend on."""
+    needed = set(program.outputs)
+    kept: list[Statement] = []
+    for statement in reversed(program.body):
+        names = set(_NAME.findall("\n".join(statement.lines())))
+        assigned = {name.strip() for name in statement.text.partition(" = ")[0].split(",")}
+        if names & needed and (not assigned.isdisjoint(needed) or " = " not in statement.text):
+            kept.append(statement)
+            needed |= names
+    return dataclasses.replace(program, body=tuple(reversed(kept)))
 
 
 def _halves(program: Program) -> Iterator[Program]:

@@ -98,7 +98,7 @@ class Tally:
 class Reporter:
     """Says what failed, once for each cause, and writes the scripts."""
 
-    def __init__(self, say: Callable[[str], None], keep: Path | None, limit: int = 3) -> None:
+    def __init__(self, say: Callable[[str], None], keep: Path | None, limit: int = 2) -> None:
         self._say, self._keep, self._limit = say, keep, limit
         self._seen: Counter[str] = Counter()
 
