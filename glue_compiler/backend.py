@@ -95,7 +95,7 @@ class GlueBackend:
         if options.verify:  # Inductor's own random numbers are others than those of the graph from before glue
             inductor = {"fallback_random": True, **options.inductor}
             options = dataclasses.replace(options, inductor=inductor)
-        return Pipeline(passes, options, self.rewrites)
+        return Pipeline([p for p in passes if compat.can_run(p.name)], options, self.rewrites)
 
     def _session_for(self, options: GlueOptions) -> Session:
         return watchers.session_of(options, self._session)

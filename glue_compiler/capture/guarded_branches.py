@@ -75,7 +75,7 @@ class GuardedBranches(compat.TracingObserver):
     _decided: dict[Any, bool] = field(default_factory=dict)
 
     def decide(self, frame: Any, at: int | None, node: fx.Node, expression: Any) -> bool | None:
-        if at is not None and compat.is_assertion(frame, at):
+        if not branch_guards.BRANCHES.is_available() or (at is not None and compat.is_assertion(frame, at)):
             return None
         if frame.output is not self._output:  # Dynamo starts again after a failed speculation
             self._output, self._decided = frame.output, {}

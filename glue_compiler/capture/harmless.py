@@ -61,15 +61,15 @@ def harm(step: compat.Step, is_own: Callable[[Any], bool]) -> str | None:
             return f"its code touches {unknown}"
     changed = None
     if name == "STORE_SUBSCR":
-        changed = step.taken[1]
+        changed = step.taken(0)[1]
         if compat.is_tensor(changed):
             return None
-    elif _is_in_place(step.instruction) and compat.is_container(step.taken[0]):
-        changed = step.taken[0]
+    elif _is_in_place(step.instruction) and compat.is_container(step.taken(1)[0]):
+        changed = step.taken(1)[0]
     if changed is not None and not (compat.is_container(changed) and is_own(changed)):
         return "its code may change an object that it has not made"
     if name.startswith("CALL"):
-        function = next((value for value in step.taken if not compat.is_placeholder(value)), None)
+        function = next((value for value in step.taken(1) if not compat.is_placeholder(value)), None)
         unknown = compat.unknown_call(function, step.nodes > 0)
         if unknown is not None:
             return f"its code makes {unknown}" if unknown.startswith("a call") else f"its code calls {unknown}"

@@ -28,6 +28,7 @@ from glue_compiler.compat.dynamo_frames import (
     loop_about_to_start,
 )
 from glue_compiler.compat.dynamo_tracing import Step, TracingObserver, traced
+from glue_compiler.compat.features import can_run
 from glue_compiler.compat.harmless_values import (
     appended_list,
     is_container,
@@ -88,6 +89,7 @@ __all__ = [
     "checked_inductor_option",
     "compile_with_aot_eager",
     "compile_with_inductor",
+    "can_run",
     "converted_code",
     "copy_node_attributes",
     "current_compile_id",

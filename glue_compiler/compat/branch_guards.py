@@ -9,6 +9,22 @@ from typing import Any
 import torch
 from torch import fx
 
+from glue_compiler.compat.parts import ANY, Feature, Uses
+
+BRANCHES = Feature(
+    "tracing of branches on integer inputs",
+    {
+        "torch._C._dynamo.guards:GuardManager.add_lambda_guard": ANY,
+        "torch._dynamo.guards:GuardBuilder.get_guard_manager": Uses(("self", "guard")),
+        "torch._dynamo.guards:get_verbose_code_parts": Uses(("code_parts", "guard")),
+        "torch._dynamo.guards:install_guard": ANY,
+        "torch._dynamo.guards:is_from_skip_guard_source": Uses(("source",)),
+        "torch._dynamo.output_graph:SubgraphTracer.__init__": Uses(names=("lifted_freevars", "parent")),
+        "torch._guards:Source.make_guard": Uses(("self", "fn")),
+        "torch.utils._python_dispatch:_disable_current_modes": ANY,
+    },
+)
+
 
 def outer_node(frame: Any, node: fx.Node) -> fx.Node | None:
     """For a placeholder of a body that is being traced, what the caller passes; None for one of the whole graph."""

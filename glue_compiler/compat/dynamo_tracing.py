@@ -14,25 +14,36 @@ from torch import fx
 
 from glue_compiler.compat.harmless_values import touched
 from glue_compiler.compat.known_index import hit_variable, read_as_number, replace_known_index
+from glue_compiler.compat.parts import ANY, Feature, Uses
 
 
 @dataclass(frozen=True)
 class Step:
-    """An instruction that Dynamo has traced: the values that it took from the stack, the lowest first, and pushed.
+    """An instruction that Dynamo has traced, and the stack before and after it, the lowest value first.
 
     ``nodes``: how many it has added to the graph. ``goes_on``: it is neither a return nor the end of a graph.
     """
 
     frame: Any
     at: int
-    taken: Sequence[Any]
-    pushed: Sequence[Any]
+    before: Sequence[Any]
+    after: Sequence[Any]
     nodes: int
     goes_on: bool
 
     @property
     def instruction(self) -> Any:
         return self.frame.instructions[self.at]
+
+    @property
+    def pushed(self) -> list[Any]:
+        """The values that were not on the stack before."""
+        known = {id(value) for value in self.before}
+        return [touched(value) for value in self.after if id(value) not in known]
+
+    def taken(self, pushes: int) -> list[Any]:
+        """The values that it took, if it pushes this many."""
+        return [touched(value) for value in self.before[max(len(self.after) - pushes, 0) :]]
 
 
 class TracingObserver:
@@ -69,6 +80,31 @@ class TracingObserver:
         """
 
 
+TRACING = Feature(
+    "tracing of loops over experts and of branches on integer inputs",
+    {
+        "torch._dynamo.bytecode_transformation:cleaned_instructions": Uses(("code",)),
+        "torch._dynamo.output_graph:SubgraphTracer.create_proxy": Uses(("self", "kind", "target")),
+        "torch._dynamo.symbolic_convert:InstructionTranslatorBase.run": Uses(names=("step",)),
+        "torch._dynamo.symbolic_convert:InstructionTranslatorBase.step": Uses(
+            ("self",), ("instruction_pointer", "instructions", "stack", "output", "dispatch_table")
+        ),
+        "torch._dynamo.variables.base:AttributeMutationNew.__init__": Uses(("self",)),
+        "torch._dynamo.variables.base:ValueMutationNew.__init__": Uses(("self",)),
+        "torch._dynamo.variables.base:VariableTracker.as_proxy": Uses(("self",)),
+        "torch._dynamo.variables.base:VariableTracker.as_python_constant": Uses(("self",)),
+        "torch._dynamo.variables.base:VariableTracker.call_method": Uses(("self", "tx", "name", "args", "kwargs")),
+        "torch._dynamo.variables.base:VariableTracker.is_python_constant": Uses(("self",)),
+        "torch._dynamo.variables.constant:ConstantVariable.create": Uses(("value",)),
+        "torch._dynamo.variables.lazy:LazyVariableTracker.realize": Uses(("self",)),
+        "torch._dynamo.variables.lists:ListVariable": ANY,
+        "torch._dynamo.variables.tensor:SymNodeVariable.evaluate_expr": Uses(("self", "output_graph")),
+        "torch._dynamo.variables.tensor:TensorVariable.unpack_var_sequence": Uses(("self", "tx")),
+    },
+)
+"""Also for what ``dynamo_frames.py``, ``harmless_values.py`` and ``known_index.py`` use."""
+
+
 class _Observers(threading.local):
     now: tuple[TracingObserver, ...] = ()
     nodes: int = 0
@@ -84,6 +120,9 @@ _saved: list[tuple[Any, str, Any]] = []
 @contextlib.contextmanager
 def traced(observer: TracingObserver) -> Iterator[None]:
     """What this thread's Dynamo traces meanwhile, ``observer`` hears of, after the observers around it."""
+    if not TRACING.is_available():
+        yield
+        return
     with _hooked(), _listening((*_observers.now, observer)):
         yield
 
@@ -135,10 +174,12 @@ def _install() -> None:
         (AttributeMutationNew, "__init__", _born),
         (ValueMutationNew, "__init__", _born),
     ]
-    for owner, name, replacement in parts:
-        original = getattr(owner, name)
+    # All or none: what may fail comes before the first is replaced.
+    replaced = [(owner, name, getattr(owner, name), replacement) for owner, name, replacement in parts]
+    wrapped = [functools.wraps(original)(replacement(original)) for _, _, original, replacement in replaced]
+    for (owner, name, original, _), replacement in zip(replaced, wrapped, strict=True):
         _saved.append((owner, name, original))
-        setattr(owner, name, functools.wraps(original)(replacement(original)))
+        setattr(owner, name, replacement)
 
 
 def _uninstall() -> None:
@@ -177,12 +218,9 @@ def _step(original: Callable[..., Any]) -> Callable[..., Any]:
         read_as_number(self, at)
         before, nodes = list(self.stack), _observers.nodes
         goes_on = original(self)
-        kept = 0
-        while kept < min(len(before), len(self.stack)) and before[kept] is self.stack[kept]:
-            kept += 1
-        taken, pushed = ([touched(value) for value in stack[kept:]] for stack in (before, self.stack))
+        done = Step(self, at, before, list(self.stack), _observers.nodes - nodes, goes_on)
         for observer in watching:
-            observer.stepped(Step(self, at, taken, pushed, _observers.nodes - nodes, goes_on))
+            observer.stepped(done)
         return goes_on
 
     return step

@@ -452,7 +452,7 @@ TROUBLE = [
 ]  # fmt: skip
 INDEX_TROUBLE = [
     counts_in_bytes, halves, divides, subtracts, floors, is_negative, compares_to_a_tensor,
-    multiplies_an_integer, shows, finds_by_identity, asks_for_the_type, fills,
+    multiplies_an_integer, shows, fills,
 ]  # fmt: skip
 
 
@@ -543,7 +543,9 @@ def test_a_hit_is_only_an_index(touch):
 
 
 @pytest.mark.parametrize(
-    "touch", [takes_the_number, compares, indexes_a_list, is_a_tensor], ids=lambda touch: touch.__name__
+    "touch",
+    [takes_the_number, compares, indexes_a_list, is_a_tensor, finds_by_identity, asks_for_the_type],
+    ids=lambda touch: touch.__name__,
 )
 def test_a_hit_may_be_asked_for_its_number(touch):
     check(over_hits(touch), grouped=True)
