@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from glue_compiler import compat
 from glue_compiler.capture.expert_loops import SpeculativeRegions
 from glue_compiler.capture.guarded_branches import GuardedBranches
+from glue_compiler.capture.size_assumptions import SizeAssumptions
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +42,12 @@ def convert_frame(convert: Callable[[], Any], record: Callable[[CaptureEvent], N
     if compat.dynamo_flags(tuple(FLAGS)) == FLAGS:
         return _convert(convert, record)
     try:
-        with compat.patch_dynamo(FLAGS), compat.traced(GuardedBranches()):
-            return convert()
+        assumptions = SizeAssumptions()
+        with compat.patch_dynamo(FLAGS), compat.traced(GuardedBranches()), compat.traced(assumptions):
+            result = convert()
+        if assumptions.unguarded is None:
+            return result
+        reason = assumptions.unguarded
     except Exception as error:
         if not _may_be_the_flags(error):
             return _raise(error, record)
