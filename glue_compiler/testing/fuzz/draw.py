@@ -52,6 +52,8 @@ class Draw:
         """Helpers that statements ask for, by name."""
         self.outputs: list[str] = []
         self.grows = False
+        self.one_graph = False
+        """Nothing that ends a captured graph."""
         self.precision = "float64"
         self.uses_state = False
         self._lines: list[list[Statement]] = [[]]

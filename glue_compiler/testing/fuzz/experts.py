@@ -48,9 +48,10 @@ def draw_experts(draw: Draw) -> Drawn:
     draw.emit("N = x.shape[0]")
     inputs, made = _inputs(loop)
     selected, weights = _routing(loop, inputs)
-    spelled = draw.pick(
-        _over_masks, _over_masks, _over_masks, _over_masks, _over_hits, _over_hits, _over_pieces, _split, _slice, _bool
-    )
+    spellings_of_loops = [*[_over_masks] * 4, _over_pieces, _split, _slice, _bool]
+    if not draw.one_graph:
+        spellings_of_loops += [_over_hits] * 2
+    spelled = draw.pick(*spellings_of_loops)
     spelled(loop, selected, weights)
     return Drawn(made, inputs, zero_for_none=True)
 
@@ -347,7 +348,7 @@ def _over_masks(loop: Loop, selected: str, weights: str) -> None:
     )
     with draw.block(header):
         token, slot = _rows_of(loop, selected, mask, "e")
-        how = draw.integer(0, 9)
+        how = 9 if draw.one_graph else draw.integer(0, 9)
         if how < 3:
             with draw.block(
                 draw.pick(
@@ -495,7 +496,7 @@ def _bool(loop: Loop, selected: str, weights: str) -> None:
             "float",
             1,
         )
-        if draw.chance(0.3):
+        if draw.chance(0.3) and not draw.one_graph:
             with draw.block(draw.pick(f"if not {chosen}.any():", f"if {chosen}.sum() == 0:")):
                 draw.emit("continue")
         done = _body(loop, f"x[{chosen}]", "e")
@@ -592,7 +593,7 @@ def _over_pieces(loop: Loop, selected: str, weights: str) -> None:
     )
     with draw.block(draw.mostly(f"for e, n in enumerate({listed}):", f"for e, n in zip(range(E), {listed}):")):
         draw.emit("end = start + n")
-        if draw.chance(0.4):
+        if draw.chance(0.4) and not draw.one_graph:
             with draw.block("if n == 0:"):
                 draw.emit("continue")
         done = _body(loop, f"{rows}[start:end]", "e")

@@ -34,6 +34,8 @@ PASSES = {
 """The passes that have something to find in templates of each kind, as often as they are drawn."""
 MUTANTS = 25
 """Graphs made of each template."""
+FEW = 4
+"""So many, if the pass rewrote none of them."""
 
 
 @dataclass(frozen=True)
@@ -61,19 +63,14 @@ def run_graphs(settings: Settings, reporter: Reporter) -> Tally:
             number += 1
             continue
         passes = [name for name in PASSES[kind] if settings.only in (None, name)] or [settings.only]
+        name = random.choice(passes)
+        rewritten = tally.rewritten
         for mutant in range(MUTANTS):
-            if settings.is_over(start, tally.ran):
+            if settings.is_over(start, tally.ran) or (mutant == FEW and tally.rewritten == rewritten):
                 break
             own = Random(f"{settings.seed}/graphs/{number}/{mutant}")
-            _one(
-                template,
-                own,
-                str(own.choice(passes)),
-                tally,
-                settings,
-                reporter,
-                f"seed {settings.seed}, graph {number}/{mutant}",
-            )
+            origin = f"seed {settings.seed}, graph {number}/{mutant}"
+            _one(template, own, str(name), tally, settings, reporter, origin)
         number += 1
     tally.seconds = time.monotonic() - start
     return tally

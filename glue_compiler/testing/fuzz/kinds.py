@@ -43,6 +43,7 @@ def draw_program(
     draw = Draw(random, device, twists=random.choice((0.0, 0.03, 0.08, 0.15)) if twists is None else twists)
     draw.oddness = random.choice((0.05, 0.15, 0.35))
     draw.twist = twist
+    draw.one_graph = plain
     draw.grows = not plain and draw.chance(0.1)
     drawn = KINDS[kind](draw)
     context = "contextlib.nullcontext()"
