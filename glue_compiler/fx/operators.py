@@ -35,14 +35,16 @@ class Value:
     Attributes:
         node: the captured node at which it comes to be.
         step: which of the node's operators makes it; OWN for what the node itself is: an input, an attribute, the
-            result of a call that is not looked into; FOUND for what the node finds in one of its operands, if that was
-            written in a way that is not followed.
-        leaf: which of the results of that operator, or of the node's value, flattened; of its operands, in order.
+            result of a call that is not looked into; FOUND for what others find in the node's memory after a write
+            that is not followed.
+        leaf: which of the results of that operator, or of the node's value, flattened.
+        since: of what is FOUND, the time of that write: all that read before the next write find one value.
     """
 
     node: fx.Node
     step: int = OWN
     leaf: int = 0
+    since: int = 0
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ class Operators:
     _modules: dict[fx.Graph, fx.GraphModule] = field(default_factory=dict)
     _records: dict[fx.Node, CallRecord | None] = field(default_factory=dict)
     _operands: dict[fx.Node, list[Value]] = field(default_factory=dict)
+    _calls: dict[fx.Node, list[Call] | None] = field(default_factory=dict)
     _passed: dict[fx.Node, tuple[fx.Node, fx.Node]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -113,6 +116,15 @@ class Operators:
         writer = self.numbering.contents(node, at) if not leaf else None
         return self.value(writer) if writer is not None and writer is not node else None
 
+    def read(self, node: fx.Node, at: fx.Node, leaf: int = 0) -> Value:
+        """What ``at`` finds in ``node``: if it may be what nothing known has written, a value that nothing ``does``."""
+        found = self.found(node, at, leaf)
+        if found is not None:
+            return found
+        tensor = self._own(Value(node, OWN, leaf))
+        since = self.numbering.last_write(storage_of(tensor), node, at) if is_plain(tensor) else None
+        return Value(node, FOUND, leaf, self.numbering.starts[at] if since is None else since)
+
     def _resolved(self, node: fx.Node, reference: Any, leaf: int) -> Value:
         if isinstance(reference, Given):
             return self._given(node)[reference.position]
@@ -124,6 +136,11 @@ class Operators:
         """For an input of a body, what the caller passes."""
         outer = self._passed.get(value.node) if value.step == OWN else None
         return self.found(*outer) if outer is not None else None
+
+    def operand(self, value: Value, at: fx.Node) -> fx.Node | None:
+        """A node in whose memory ``at``, if it is passed that, finds ``value``."""
+        node = value.node if value.step == FOUND and not value.leaf else self.node_of(value)
+        return node if node is not None and (not self.is_tensor(value) or self.is_kept(value, at)) else None
 
     def node_of(self, value: Value) -> fx.Node | None:
         """A node that evaluates to ``value``; None for a value inside of a call, and for items that no node takes."""
@@ -145,13 +162,21 @@ class Operators:
 
     def does(self, value: Value) -> Call | None:
         """The operator that makes ``value``; None for an input, an attribute, and a call that is not looked into."""
-        record = self.record(value.node) if value.step >= 0 else None
-        return self._call(value.node, record.operators[value.step]) if record is not None else None
+        calls = self.calls(value.node) if value.step >= 0 else None
+        return calls[value.step] if calls is not None else None
 
     def calls(self, node: fx.Node) -> list[Call] | None:
         """All operators of a node, in order; None for a call that is not looked into."""
+        if node not in self._calls:
+            record = self.record(node)
+            self._calls[node] = [self._call(node, each) for each in record.operators] if record is not None else None
+        return self._calls[node]
+
+    def passed_as(self, node: fx.Node, name: str) -> fx.Node | None:
+        """The node that is passed to ``node`` as the argument ``name`` of its last operator."""
         record = self.record(node)
-        return [self._call(node, each) for each in record.operators] if record is not None else None
+        given = record.operators[-1].arguments.get(name) if record is not None and record.operators else None
+        return given_leaves(node)[given.position][0] if isinstance(given, Given) else None
 
     def _call(self, node: fx.Node, each: RecordedOperator) -> Call:
         arguments = {
@@ -163,10 +188,7 @@ class Operators:
     def _given(self, node: fx.Node) -> list[Value]:
         """What a node's call finds in the tensors that it is given, in the order in which its record counts them."""
         if node not in self._operands:
-            self._operands[node] = [
-                self.found(arg, node, leaf) or Value(node, FOUND, position)
-                for position, (arg, leaf) in enumerate(_given_leaves(node))
-            ]
+            self._operands[node] = [self.read(arg, node, leaf) for arg, leaf in given_leaves(node)]
         return self._operands[node]
 
     # -- what is known of them
@@ -194,6 +216,8 @@ class Operators:
 
     def number(self, value: Value) -> Any:
         """Equal for two values that are equal when they are made."""
+        if value.step == FOUND:
+            return value
         node = self.node_of(value)
         if node is not None:
             return self.numbering.numbers[node]
@@ -225,7 +249,13 @@ class Operators:
     def is_kept(self, value: Value, at: fx.Node) -> bool:
         """Does ``at`` find in the memory of ``value`` what was there when ``value`` was made?"""
         storage = self.storage(value)
-        return self.is_tensor(value) and (storage is None or self.numbering.is_unwritten(storage, value.node, at))
+        if not self.is_tensor(value):
+            return False
+        if storage is None:
+            return True
+        if value.step != FOUND:
+            return self.numbering.is_unwritten(storage, value.node, at)
+        return self.numbering.last_write(storage, value.node, at) == value.since
 
     def is_fixed(self, value: Value) -> bool:
         """Is it a plain tensor whose memory nothing in the graph may write?"""
@@ -235,14 +265,11 @@ class Operators:
         return storage is None or storage not in self.numbering.written | self.numbering.unreadable
 
     def _own(self, value: Value) -> Any:
-        node, leaf = value.node, value.leaf
-        if value.step == FOUND:
-            node, leaf = _given_leaves(node)[leaf]
-        found = list(leaves(value_of(node)))
-        return found[leaf] if leaf < len(found) else None
+        found = list(leaves(value_of(value.node)))
+        return found[value.leaf] if value.leaf < len(found) else None
 
 
-def _given_leaves(node: fx.Node) -> list[tuple[fx.Node, int]]:
+def given_leaves(node: fx.Node) -> list[tuple[fx.Node, int]]:
     """The tensors that a node is given, in order, each as an operand and which leaf of it."""
     return [
         (arg, leaf)

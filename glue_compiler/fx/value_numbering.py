@@ -134,6 +134,11 @@ class Numbering:
             return False
         return self._last_write({storage}, self.ends[after], self.starts[before]) is None
 
+    def last_write(self, storage: StorageKey, node: fx.Node, before: fx.Node) -> int | None:
+        """When ``storage`` was last written before ``before`` begins; None if not since ``node`` or not known."""
+        found = self._last_write({storage}, self.ends[node], self.starts[before])
+        return found.time if found is not None and storage not in self.unreadable else None
+
     def equal_at(self, first: fx.Node, second: fx.Node, at: fx.Node) -> bool:
         """Does ``at`` find equal values in ``first`` and ``second``?"""
         found = [self.contents(node, at) for node in (first, second)]
@@ -159,8 +164,14 @@ def _is_same_view(first: Any, second: Any) -> bool:
     return views[0] == views[1]
 
 
-def number_values(gm: fx.GraphModule, analysis: EffectAnalysis) -> Numbering:
-    """Number all values of ``gm`` and of the bodies in it that run once. Changes nothing."""
+def number_values(gm: fx.GraphModule, analysis: EffectAnalysis, is_body: bool = False) -> Numbering:
+    """Number all values of ``gm`` and of the bodies in it that run once. Changes nothing.
+
+    Args:
+        is_body: ``gm`` is a body of a graph whose modes ``analysis`` has read.
+    """
+    if not is_body:
+        analysis.read_modes(gm)
     return _Numberer(gm, analysis).run()
 
 
@@ -180,7 +191,6 @@ class _Numberer:
         self.out = Numbering(root, [root], {}, defaultdict(list), {}, set(), set(), {}, [], [], {}, {}, set())
 
     def run(self) -> Numbering:
-        self.analysis.read_modes(self.out.root.module)
         self._scope(self.out.root)
         return self.out
 
@@ -194,6 +204,7 @@ class _Numberer:
             if node.op == "placeholder" or node.op == "get_attr":
                 self.escaped |= storages_of(value_of(node))  # others may hold it
             if node.op == "output":
+                self.out.starts[node] = self.out.ends[node] = next(self.clock)
                 self.out.returned |= storages_of([value_of(arg) for arg in node.all_input_nodes])
             elif node.op == "placeholder":
                 operand = inherited.get(node)

@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar
 
 from torch import fx
 
 from glue_compiler import compat
-from glue_compiler.fuel import Fuel
+from glue_compiler.capture.regions import SpeculativeRegion
 from glue_compiler.fx import bodies
+from glue_compiler.fx.effects import EffectAnalysis
+from glue_compiler.fx.operators import Operators
 from glue_compiler.fx.value_numbering import number_values
 from glue_compiler.fx.values import unbacked_in, value_of
 from glue_compiler.graph_pass import GraphPass, Numerics, PassContext, PassResult, Skip
-from glue_compiler.passes.group_experts.analysis import plan_grouping
+from glue_compiler.passes.group_experts.decisions import Decisions
 from glue_compiler.passes.group_experts.fallback_products import fallback_products, replace_fallback
-from glue_compiler.passes.group_experts.planner import Plan
-from glue_compiler.passes.group_experts.rewrite import erase_dead_counts, group
-from glue_compiler.passes.group_experts.segment_rewrite import group_segments
-from glue_compiler.passes.group_experts.segments import plan_segments
-from glue_compiler.passes.group_experts.slice_rewrite import write_slices
+from glue_compiler.passes.group_experts.left_alone import LeftAlone
+from glue_compiler.passes.group_experts.planner import skip_at
+from glue_compiler.passes.group_experts.slice_rewrite import draft_slices
 from glue_compiler.passes.group_experts.slices import plan_slices
-from glue_compiler.passes.group_experts.speculation import proved_regions
-
-AnyPlan = TypeVar("AnyPlan", bound=Plan[Any])
 
 
 class GroupExperts(GraphPass):
@@ -42,15 +38,16 @@ class GroupExperts(GraphPass):
         counts: Counter[str] = Counter()
         skips: dict[Skip, None] = {}
         modules = list(bodies.graph_modules(graph))
+        changed, proved = False, list[SpeculativeRegion]()
         if any(_has_rows_of_unknown_number(module) for module in modules):
-            self._group(graph, modules, context, counts, skips)
+            changed, proved = self._group(graph, modules, context, counts, skips)
         for module in modules:
             for node in fallback_products(module):
                 if context.fuel.take(f"replace {node.name}"):
                     replace_fallback(module, node, context.effects)
                     counts["fallbacks_replaced"] += 1
         counts = +counts  # without zeros
-        return PassResult(changed=bool(counts), counts=dict(counts), skips=tuple(skips))
+        return PassResult(changed or bool(counts), dict(counts), tuple(skips), proved=tuple(proved))
 
     def _group(
         self,
@@ -59,46 +56,40 @@ class GroupExperts(GraphPass):
         context: PassContext,
         counts: Counter[str],
         skips: dict[Skip, None],
-    ) -> None:
-        numbers = number_values(graph, context.effects).numbers
-        plans = [(module, plan_grouping(module, numbers, context.effects)) for module in modules]
-        segment_plans = [(module, plan_segments(module, numbers, context.effects)) for module in modules]
-        plans = [(module, _limited(plan, context.fuel)) for module, plan in plans]
-        segment_plans = [(module, _limited(plan, context.fuel)) for module, plan in segment_plans]
-        gone = {node for _, plan in plans for loop in plan.loops for node in loop.absorbed}
+    ) -> tuple[bool, list[SpeculativeRegion]]:
+        """Returns whether it has changed the graph, and the regions that are proved if what it wrote stays."""
+        operators = _operators_of(graph, modules, context.effects)
+        decided = [Decisions(module, operators[module], context.fuel) for module in modules]
         # 2.11 cannot compile the backward of a checkpointed body in which numbers are read.
-        several = modules if compat.version_at_least(2, 12) else modules[:1]
-        slices = [(m, each) for m in several for each in plan_slices(m, numbers, context.effects, gone)]
-        for (module, plan), (_, segments) in zip(plans, segment_plans, strict=True):
-            proved, unproved = proved_regions(
-                module, [*plan.loops, *plan.alone], segments.loops, numbers, context.effects
-            )
-            skips.update(dict.fromkeys(unproved))
-            # Backwards: a loop that adds to the result of another finds it under the name that the plan has.
-            for loop in reversed(plan.loops):
-                group(module, loop, context.effects)
-                counts["loops_grouped"] += 1
-                counts["experts_grouped"] += loop.num_experts
-            erase_dead_counts(module, proved, context.effects)
-            for region in proved:
-                region.proved = True
-            skips.update(dict.fromkeys(plan.skips))
-        for module, sliced in slices:
-            if not context.fuel.take(f"slice the rows of {sliced.num_experts} experts"):
+        several = decided if compat.version_at_least(2, 12) else decided[:1]
+        slices = [(each, rows) for each in several for rows in plan_slices(each.gm, each.operators, each.absorbed)]
+        changed = [each.put_loops_in(counts) for each in decided]
+        for each, rows in slices:
+            try:
+                draft = draft_slices(each.gm, rows, context.effects)
+            except LeftAlone as left:
+                each.skips[skip_at(left, rows.first)] = None
                 continue
-            write_slices(module, sliced, context.effects)
-            counts["loops_sliced"] += 1
-        for module, segments in segment_plans:
-            group_segments(module, segments.loops, context.effects)
-            counts["loops_grouped"] += len(segments.loops)
-            counts["experts_grouped"] += sum(loop.num_experts for loop in segments.loops)
-            skips.update(dict.fromkeys(segments.skips))
+            if context.fuel.take(f"slice the rows of {rows.num_experts} experts"):
+                draft.put_in()
+                counts["loops_sliced"] += 1
+            else:
+                draft.erase()
+        changed += [each.put_segments_in(counts) for each in decided]
+        skips.update(skip for each in decided for skip in each.skips.items())
+        return any(changed), [region for each in decided for region in each.proved]
 
 
-def _limited(plan: AnyPlan, fuel: Fuel) -> AnyPlan:
-    """The part of ``plan`` that ``fuel`` allows."""
-    loops = ((f"group {loop.num_experts} experts at {loop.last.name}", loop) for loop in plan.loops)
-    return dataclasses.replace(plan, loops=list(fuel.allowed(loops)))
+def _operators_of(
+    graph: fx.GraphModule, modules: list[fx.GraphModule], analysis: EffectAnalysis
+) -> dict[fx.GraphModule, Operators]:
+    """Bodies that are called several times are numbered by themselves."""
+    whole = Operators(number_values(graph, analysis), analysis)
+    known = {scope.module for scope in whole.numbering.scopes}
+    return {
+        module: whole if module in known else Operators(number_values(module, analysis, is_body=True), analysis)
+        for module in modules
+    }
 
 
 def _has_rows_of_unknown_number(module: fx.GraphModule) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -10,9 +11,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from glue_compiler.expert_capture import REGIONS
-from glue_compiler.fx.effects import EffectAnalysis, Kind
-from glue_compiler.fx.spellings import EMPTY, ZEROS
+from glue_compiler.capture.regions import REGIONS
+from glue_compiler.fx.effects import Kind
+from glue_compiler.fx.operators import Operators, Value
 from glue_compiler.fx.values import (
     expression,
     requires_grad,
@@ -22,10 +23,12 @@ from glue_compiler.fx.values import (
     value_of,
 )
 from glue_compiler.graph_pass import Skip
+from glue_compiler.passes.group_experts.copies import Fill, fill_of
 from glue_compiler.passes.group_experts.expert_bodies import BodyMatcher
 from glue_compiler.passes.group_experts.left_alone import LeftAlone
 from glue_compiler.passes.group_experts.planner import LoopPlanner, Plan, skip_at
 from glue_compiler.passes.group_experts.row_sets import (
+    IDS,
     SLOT,
     RowSet,
     RowSets,
@@ -46,6 +49,8 @@ class ExpertLoop:
     """
 
     selected: fx.Node
+    routing: Value
+    """What ``selected`` holds."""
     num_experts: int
     top_k: int
     first_expert: int
@@ -84,31 +89,27 @@ class ExpertPlan(Plan[ExpertLoop]):
     alone: list[ExpertLoop] = field(default_factory=list)
 
 
-def plan_grouping(gm: fx.GraphModule, numbers: dict[fx.Node, int], analysis: EffectAnalysis) -> ExpertPlan:
-    """Plan for one graph (bodies of its higher-order operators are graphs of their own).
-
-    Args:
-        numbers: value numbers; nodes with one number compute the same value. May lack nodes.
-    """
-    sets = RowSets()
+def plan_grouping(gm: fx.GraphModule, operators: Operators) -> ExpertPlan:
+    """Plan for one graph (bodies of its higher-order operators are graphs of their own)."""
+    sets = RowSets(operators)
     if not any(sets.row_set(node) for node in gm.graph.nodes):
         return ExpertPlan()
-    return _Planner(gm, numbers, analysis, sets).run()
+    return _Planner(gm, sets).run()
 
 
 class _Planner(LoopPlanner):
-    def __init__(
-        self, gm: fx.GraphModule, numbers: dict[fx.Node, int], analysis: EffectAnalysis, sets: RowSets
-    ) -> None:
-        super().__init__(gm, numbers, analysis)
+    def __init__(self, gm: fx.GraphModule, sets: RowSets) -> None:
+        super().__init__(gm, sets.operators)
         self.sets = sets
+        self.sink_nodes: set[fx.Node] = set()
         self.starts: dict[fx.Node, fx.Node] = {}
 
     def run(self) -> ExpertPlan:
         plan = ExpertPlan()
         sinks = [sink for node in self.nodes if (sink := find_sink(node, self.sets))]
+        self.sink_nodes = {sink.node for sink in sinks}
         self.starts = chain_starts(sinks)
-        by_accumulator: dict[tuple[int, int], list[Sink]] = defaultdict(list)
+        by_accumulator: dict[tuple[int, Any], list[Sink]] = defaultdict(list)
         for sink in sinks:
             key = storage_of(value_of(self.starts[sink.node]))
             by_accumulator[key, self._number(sink.rows.mask.selected)].append(sink)
@@ -164,8 +165,8 @@ class _Planner(LoopPlanner):
                 waiting.extend(node.all_input_nodes)
         return [(node.op, node.target) for node in sorted(inside) if node.op.startswith("call_")]
 
-    def _number(self, node: fx.Node) -> int:
-        return self.numbers.get(node, -1 - self.position[node])
+    def _number(self, value: Value) -> Any:
+        return self.operators.number(value)
 
     # -- one loop
 
@@ -180,15 +181,21 @@ class _Planner(LoopPlanner):
         mask = row_sets[0].mask
         experts = [rows.expert for rows in row_sets]
         first = min(experts)
-        if sorted(experts) != list(range(first, first + len(experts))):
+        if first < 0 or sorted(experts) != list(range(first, first + len(experts))):
             raise LeftAlone(f"its row sets are those of the experts {experts}, not of a range of them, each once")
         if any((rows.mask.axes, rows.mask.any_slot) != (mask.axes, mask.any_slot) for rows in row_sets):
             raise LeftAlone("the experts select their rows in different ways")
         accumulator = self.starts[sinks[0].node] if sinks[0].in_place else sinks[0].accumulator
         if len({self.starts[sink.node] for sink in sinks}) != 1 or len({sink.in_place for sink in sinks}) != 1:
             raise LeftAlone("the experts add to different views of one tensor")
-        selected = value_of(mask.selected)
-        if selected.dtype not in (torch.int32, torch.int64) or selected.device != value_of(sinks[0].added).device:
+        if len({sink.adds for sink in sinks}) != 1:
+            raise LeftAlone("some experts add their rows and some assign them")
+        last = sinks[-1].node
+        selected_node = self.operators.operand(mask.selected, last)
+        if selected_node is None:
+            raise LeftAlone("the selected experts are written while the loop runs")
+        selected = value_of(selected_node)
+        if selected.dtype not in IDS or selected.device != value_of(sinks[0].added).device:
             raise LeftAlone("the selected experts are no int32 or int64 tensor on the device of the rows")
         top_k = selected.shape[1] if selected.dim() == 2 else 1
         if not isinstance(top_k, int):
@@ -200,7 +207,7 @@ class _Planner(LoopPlanner):
         if len(experts) == 1 and not all_routed and not alone:
             # One expert of many: grouping would compute its body for every row of the batch.
             raise LeftAlone("there is one expert, and not every slot is known to select it")
-        matcher = BodyMatcher(row_sets, self.sets, self.effects, self.numbers, self.analysis, top_k)
+        matcher = BodyMatcher(self.gm, row_sets, self.sets, self.effects, last, self.sink_nodes, top_k)
         steps = matcher.match([sink.added for sink in in_order])
         self._check_accumulator_shape(sinks[0], steps[-1], selected)
         if not all_routed and not alone:
@@ -209,10 +216,11 @@ class _Planner(LoopPlanner):
         starts_at_zero = self._check_accumulator_uses(sinks, accumulator)
         own = {node for sink in sinks for node in (sink.node, *sink.parts)}
         accumulators = storages_of([value_of(node) for node in (accumulator, *(sink.node for sink in sinks))])
-        self.check_unwritten(absorbed, sinks[-1].node, matcher.body | own, accumulators)
-        self.check_one_mode([sinks[-1].node], matcher.body | matcher.peeled)
+        self.check_unwritten(absorbed, last, matcher.body | own, accumulators)
+        self.check_one_mode([last], matcher.body | matcher.peeled)
         return ExpertLoop(
-            selected=mask.selected,
+            selected=selected_node,
+            routing=mask.selected,
             num_experts=len(experts),
             top_k=top_k,
             first_expert=first,
@@ -221,14 +229,14 @@ class _Planner(LoopPlanner):
             steps=steps,
             starts_at_zero=starts_at_zero,
             absorbed=frozenset(absorbed),
-            autocast=self.modes.autocast_of(sinks[-1].node),
+            autocast=self.modes.autocast_of(last),
         )
 
     def _check_row_sets(self, sinks: list[Sink], top_k: int) -> None:
         """A token that is twice in a row set is added once by ``out[rows] += ...``, and once by a mask of tokens."""
         for sink in sinks:
-            once = names_a_token_once(sink.rows, self.effects)
-            if sink.rows.mask.any_slot and not are_distinct(sink.rows.mask.selected, self.effects):
+            once = names_a_token_once(sink.rows, self.operators)
+            if sink.rows.mask.any_slot and not are_distinct(self.operators, sink.rows.mask.selected):
                 raise LeftAlone("a token may select an expert twice; that topk selected them would show it cannot")
             if sink.parts and not once:
                 raise LeftAlone("an assignment adds a token once that may select an expert twice", sink.node)
@@ -264,13 +272,16 @@ class _Planner(LoopPlanner):
         masks = {node for rows in row_sets for node in rows.mask.nodes}
         for rows in row_sets:
             inside.add(rows.root)
-            inside.update(user for user in rows.root.users if self.sets.index(user))
+            inside.update(user for user in rows.root.users if self._indexes(user))
         droppable: set[fx.Node] = set()
         self.check_users(
             inside - sink_nodes - masks,
             lambda user: user in inside or self._is_droppable(user, row_sets, inside, droppable),
         )
         return inside | droppable | masks | matcher.peeled
+
+    def _indexes(self, node: fx.Node) -> bool:
+        return node.op.startswith("call_") and self.sets.index(self.operators.value(node)) is not None
 
     def _is_droppable(
         self, node: fx.Node, row_sets: list[RowSet], inside: set[fx.Node], droppable: set[fx.Node]
@@ -280,7 +291,7 @@ class _Planner(LoopPlanner):
             return True
         effects = self.effects[node]
         if effects.kind is Kind.ASSERT:
-            if not is_trivial_check(node, row_sets):
+            if not is_trivial_check(node, row_sets, self.operators):
                 return False
         elif effects.kind is not Kind.PURE or effects.writes:
             return False
@@ -308,13 +319,16 @@ class _Planner(LoopPlanner):
             # In place, what follows the loop may use any of them: they are one tensor.
             if any(user not in mine and (self.position[user] < end or not sink.in_place) for user in sink.node.users):
                 raise LeftAlone("the loop's accumulator is read between its experts", sink.node)
-        made_for_it = not touched_before and accumulator.target in ZEROS
-        if not sinks[0].adds and not made_for_it and (touched_before or accumulator.target not in EMPTY):
+        filled = fill_of(self.operators, self.operators.value(accumulator))
+        # Zeros that get a gradient of their own are no leaf to write in place, and cannot go out of place.
+        fresh = not touched_before and (sinks[0].in_place or not requires_grad(value_of(accumulator)))
+        made_for_it = fresh and filled is Fill.ZEROS
+        if not sinks[0].adds and not made_for_it and not (fresh and filled is Fill.EMPTY):
             raise LeftAlone("tokens of no expert keep what was in the tensor that is assigned to", sinks[0].node)
         return made_for_it or not sinks[0].adds
 
 
-def is_trivial_check(node: fx.Node, row_sets: list[RowSet]) -> bool:
+def is_trivial_check(node: fx.Node, row_sets: list[RowSet], operators: Operators) -> bool:
     """An assertion that a row count lies between zero and the number of slots, which it does by its nature."""
     check: Any = node.args[0] if node.args else None
     if not isinstance(check, fx.Node) or len(check.args) != 2:
@@ -330,7 +344,7 @@ def is_trivial_check(node: fx.Node, row_sets: list[RowSet]) -> bool:
         return isinstance(limit, int) and limit <= 0
     if check.target is operator.le:
         mask = row_sets[0].mask
-        selected = value_of(mask.selected)
-        most = selected.shape[0] if SLOT not in mask.axes else selected.numel()
+        sizes = operators.meta(mask.selected).shape
+        most = sizes[0] if SLOT not in mask.axes else math.prod(sizes)
         return isinstance(limit, int | torch.SymInt) and same_size(limit, most)
     return False

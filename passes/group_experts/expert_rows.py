@@ -25,8 +25,8 @@ class ExpertRows(Protocol):
         ...
 
 
-def dependents(roots: dict[fx.Node, fx.Node], ends: Collection[fx.Node] = ()) -> dict[fx.Node, set[fx.Node]]:
-    """Node → the roots that it is computed from; what an accumulator or one of ``ends`` holds is no longer followed.
+def dependents(roots: dict[fx.Node, fx.Node], ends: Collection[fx.Node]) -> dict[fx.Node, set[fx.Node]]:
+    """Node → the roots that it is computed from; what one of ``ends`` holds is no longer followed.
 
     Args:
         roots: node → the root that stands for it.
@@ -39,6 +39,6 @@ def dependents(roots: dict[fx.Node, fx.Node], ends: Collection[fx.Node] = ()) ->
             if root in found.setdefault(node, set()):
                 continue
             found[node].add(root)
-            if node.target not in ("index_add_", "index_add") and node not in ends:
+            if node not in ends:
                 waiting.extend(node.users)
     return found

@@ -13,9 +13,10 @@ from torch import fx
 
 import glue_compiler.ops  # noqa: F401  registers torch.ops.glue
 from glue_compiler import compat
-from glue_compiler.errors import GlueInvariantError
 from glue_compiler.fx.effects import EffectAnalysis
+from glue_compiler.fx.operators import Call, Operators
 from glue_compiler.fx.values import requires_grad, value_of
+from glue_compiler.passes.group_experts.left_alone import LeftAlone
 from glue_compiler.passes.group_experts.steps import (
     PerExpert,
     Product,
@@ -113,8 +114,9 @@ class GroupedBody:
     Subclasses say how rows come in, and what becomes of the last step's.
     """
 
-    def __init__(self, emit: Emitter, loop: Grouping, ordered: fx.Node, offsets: fx.Node) -> None:
+    def __init__(self, emit: Emitter, operators: Operators, loop: Grouping, ordered: fx.Node, offsets: fx.Node) -> None:
         self.emit = emit
+        self.operators = operators
         self.steps = loop.steps
         self.num_experts = loop.num_experts
         self.first_expert = loop.first_expert
@@ -157,18 +159,18 @@ class GroupedBody:
         if isinstance(step, RowWise) and (half := self._half(step)) is not None:
             return half
         if isinstance(step, RowWise):
-            return self.emit.node(step.node.op, step.target, self._argument(step.args), self._argument(step.kwargs))
+            return self.emit.node(step.op, step.target, self._argument(step.args), self._argument(step.kwargs))
         return self._leaf(step)
 
     def _half(self, step: RowWise) -> fx.Node | None:
         """``x[..., ::2]`` or ``x[..., 1::2]``, where the body takes both of one ``x``."""
-        which = _alternating(step)
+        which = self._alternating(step)
         if which is None or not any(
-            isinstance(other, RowWise) and _alternating(other) == 1 - which and other.args[0] == step.args[0]
+            isinstance(other, RowWise) and self._alternating(other) == 1 - which and rows_of(other) == rows_of(step)
             for other in self.steps
         ):
             return None
-        row = step.args[0]
+        (row,) = rows_of(step)
         if row not in self.halves:
             self.halves[row] = self.emit.call(_glue.deinterleave.default, self.results[row.step])
         return self.emit.call(operator.getitem, self.halves[row], which)
@@ -227,7 +229,8 @@ class GroupedBody:
                 rows = value_of(self.ordered).shape[0]
                 symbolic = isinstance(rows, torch.SymInt)
                 self.row_count = self.emit.call(torch.ops.aten.sym_size.int, self.ordered, 0) if symbolic else rows
-            self.repeated[vector] = self.emit.call(_glue.grouped_repeat.default, values, self.offsets, self.row_count)
+            repeated = self.emit.call(_glue.grouped_repeat.default, values, self.offsets, self.row_count)
+            self.repeated[vector] = self._reshaped(repeated, vector.tail)
         return self.repeated[vector]
 
     def _reshaped(self, node: fx.Node, tail: tuple[Any, ...], first: int = -1) -> fx.Node:
@@ -236,26 +239,26 @@ class GroupedBody:
             return node
         return self.emit.method("reshape", node, first, *tail)
 
+    def _alternating(self, step: RowWise) -> int | None:
+        """0 for ``x[..., ::2]`` and 1 for ``x[..., 1::2]``, of an even number of columns."""
+        calls = self.operators.calls(step.node)
+        if calls is None or len(calls) != 1 or len(rows_of(step)) != 1:
+            return None
+        match calls[0]:
+            case Call(torch.ops.aten.slice, {"self": source, "dim": dim, "start": start, "end": end, "step": 2}):
+                meta = self.operators.meta(source)
+                width = meta.shape[-1]
+                whole = type(width) is int and not width % 2 and (end is None or (type(end) is int and end >= width))
+                start = 0 if start is None else start
+                return start if whole and dim in (-1, meta.rank - 1) and start in (0, 1) else None
+        return None
+
     def _check(self, result: fx.Node, step: Step) -> None:
         """The grouped form must have the dtype and row sizes of what it stands for."""
         got, wanted = value_of(result), value_of(step.node)
         if isinstance(wanted, torch.Tensor) and (got.dtype, tuple(got.shape[1:])) != (wanted.dtype, step.tail):
-            raise GlueInvariantError(
-                f"group_experts wrote '{step.node.name}', {wanted.dtype} with rows of {step.tail}, as {got.dtype} with "
-                f"rows of {tuple(got.shape[1:])}"
+            raise LeftAlone(
+                f"'{step.node.name}' of all experts would be {got.dtype} with rows of {tuple(got.shape[1:])}, not "
+                f"{wanted.dtype} with rows of {step.tail}",
+                step.node,
             )
-
-
-def _alternating(step: RowWise) -> int | None:
-    """0 for ``x[..., ::2]`` and 1 for ``x[..., 1::2]``, of an even number of columns."""
-    if step.target is not operator.getitem or not step.args or not isinstance(step.args[0], Row):
-        return None
-    index = step.args[1]
-    value = value_of(step.node.args[0])  # type: ignore[arg-type]
-    if not isinstance(index, tuple) or len(index) != 2 or index[0] is not Ellipsis or not isinstance(index[1], slice):
-        return None
-    if not isinstance(value, torch.Tensor) or type(value.shape[-1]) is not int or value.shape[-1] % 2:
-        return None
-    start, stop, step_by = index[1].start or 0, index[1].stop, index[1].step
-    alternates = type(step_by) is int and step_by == 2 and stop is None
-    return start if alternates and type(start) is int and start in (0, 1) else None

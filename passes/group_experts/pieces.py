@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
+from glue_compiler.fx.operators import Call, Operators, Value, given_leaves
+from glue_compiler.fx.records import Given
 from glue_compiler.fx.values import expression, value_of
 from glue_compiler.passes.group_experts.boundaries import Boundaries, Boundary
 
-_SPLIT = {torch.split, torch.functional.split, torch.split_with_sizes, "split", "split_with_sizes"}
-_NARROW = {torch.narrow, "narrow"}
-
+aten = torch.ops.aten
 Extent = tuple[Boundary, Boundary]
 """First row, and the one after the last."""
 
@@ -26,6 +24,8 @@ class Piece:
 
     node: fx.Node
     source: fx.Node
+    rows: Value
+    """What ``source`` holds there."""
     extent: Extent
     numbers: tuple[fx.Node, ...]
     """What the extent was read from."""
@@ -64,80 +64,88 @@ class PieceRows:
 class Pieces:
     """Recognises pieces, and writes to pieces, whose extent is read from row counts."""
 
-    def __init__(self, boundaries: Boundaries) -> None:
+    def __init__(self, operators: Operators, boundaries: Boundaries) -> None:
+        self._operators = operators
         self._boundaries = boundaries
 
     def piece(self, node: fx.Node) -> Piece | None:
-        if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
-            source = node.args[0]
-            if source.target in _SPLIT:
-                return self._of_split(node, source, node.args[1])
-            bounds = self._rows(node.args[1])
-            return self._made(node, source, *bounds) if bounds is not None else None
-        if node.target in _NARROW and len(node.args) == 4 and node.args[1] == 0:
-            source, _, start, length = node.args  # type: ignore[assignment]
-            return self._made(node, source, start, length, stop_is_length=True)
-        return None
+        if not node.op.startswith("call_"):
+            return None
+        value = self._operators.value(node)
+        call = self._operators.does(value)
+        if call is None or not isinstance(call.arguments.get("self"), Value):
+            return None
+        if call.operator in (aten.split_with_sizes, aten.split):
+            return self._of_split(node, value, call)
+        bounds = self._bounds(call)
+        if value.node is not node or bounds is None or len(self._operators.calls(node) or ()) != 1:
+            return None
+        source = self._operators.passed_as(node, "self")
+        extent = self._extent(*bounds)
+        if source is None or extent is None:
+            return None
+        return Piece(node, source, call.arguments["self"], extent, _others(node, source))
 
     def write(self, node: fx.Node) -> Write | None:
-        if node.target is not operator.setitem or len(node.args) != 3:
-            return None
-        into, index, value = node.args
-        bounds = self._rows(index)
-        if bounds is None or not isinstance(into, fx.Node) or not isinstance(value, fx.Node):
-            return None
-        extent = self._extent(*bounds)
-        return Write(node, into, extent, _nodes(*bounds), value) if extent else None
-
-    def _rows(self, index: Any) -> tuple[Any, Any] | None:
-        """(start, stop) of an index that selects rows and nothing else."""
-        rows, *rest = index if isinstance(index, tuple | list) and index else (index,)
-        if not isinstance(rows, slice) or rows.step not in (None, 1) or rows.stop is None:
-            return None
-        if any(item is not Ellipsis and item != slice(None) for item in rest):
-            return None
-        return (0 if rows.start is None else rows.start), rows.stop
-
-    def _made(self, node: fx.Node, source: Any, start: Any, stop: Any, stop_is_length: bool = False) -> Piece | None:
-        if not isinstance(source, fx.Node) or not _has_rows(source) or not _has_rows(node):
-            return None
-        extent = self._extent(start, stop, stop_is_length)
-        return Piece(node, source, extent, _nodes(start, stop)) if extent else None
-
-    def _extent(self, start: Any, stop: Any, stop_is_length: bool = False) -> Extent | None:
-        first, last = self._boundaries.of(start), self._boundaries.of(stop)
-        if first is None or last is None or (first.is_constant and last.is_constant):
-            return None
-        return first, (first.plus(last) if stop_is_length else last)
-
-    def _of_split(self, node: fx.Node, split: fx.Node, index: Any) -> Piece | None:
-        source = split.args[0]
-        names = ("split_size_or_sections", "split_size", "split_sizes")
-        sizes = split.args[1] if len(split.args) > 1 else _first(split.kwargs.get, names)
-        dim = split.args[2] if len(split.args) > 2 else split.kwargs.get("dim", 0)
-        if not isinstance(source, fx.Node) or not isinstance(sizes, tuple | list) or type(index) is not int:
-            return None
-        if not _has_rows(source) or dim not in (0, -value_of(source).dim()) or not 0 <= index < len(sizes):
-            return None
-        start: Boundary | None = Boundary()
-        for size in sizes[: index + 1]:
-            before, length = start, self._boundaries.of(size)
-            if before is None or length is None:
+        """``into[start:stop] = value``: a copy to a slice."""
+        calls = self._operators.calls(node) if node.op.startswith("call_") else None
+        match calls[-1] if calls else None:
+            case Call(aten.copy_, {"self": Value() as target, "src": Value() as value}) if target.node is node:
+                pass
+            case _:
                 return None
-            start = before.plus(length)
-        if start is None or all(self._boundaries.of(size).is_constant for size in sizes):  # type: ignore[union-attr]
+        sliced = self._operators.does(target)
+        bounds = self._bounds(sliced) if sliced is not None else None
+        extent = self._extent(*bounds) if bounds is not None else None
+        while value.node is node and value.step >= 0:
+            made = self._operators.does(value)
+            if made is None or made.operator not in (aten.view, aten.expand):
+                return None
+            value = made.arguments["self"]
+        written = self._operators.node_of(value)
+        if extent is None or written is None or sliced is None or sliced.node is not node:
             return None
-        return Piece(node, source, (before, start), _nodes(*sizes), split)  # type: ignore[arg-type]
+        record = self._operators.record(node)
+        given = record.operators[target.step].arguments["self"] if record is not None else None
+        if not isinstance(given, Given):
+            return None
+        into = given_leaves(node)[given.position][0]
+        others = tuple(arg for arg in _others(node, into) if arg is not written)
+        return Write(node, into, extent, others, written)
+
+    def _bounds(self, call: Call) -> tuple[Any, Any] | None:
+        """(start, stop) of an operator that selects rows and nothing else."""
+        match call:
+            case Call(aten.slice, {"dim": 0, "start": start, "end": end, "step": 1}):
+                return (0 if start is None else start), end
+            case Call(aten.narrow, {"dim": 0, "start": start, "length": length}) if not isinstance(start, Value):
+                return start, start + length
+        return None
+
+    def _extent(self, start: Any, stop: Any) -> Extent | None:
+        first, last = self._boundaries.of(start), self._boundaries.of(stop)
+        return None if first is None or last is None or (first.is_constant and last.is_constant) else (first, last)
+
+    def _of_split(self, node: fx.Node, value: Value, call: Call) -> Piece | None:
+        """An item of ``source.split(sizes)``."""
+        split, index = value.node, value.leaf
+        sizes = call.arguments["split_sizes" if call.operator is aten.split_with_sizes else "split_size"]
+        source = self._operators.passed_as(split, "self")
+        if source is None or split is node or not isinstance(sizes, tuple) or index >= len(sizes):
+            return None
+        if call.arguments["dim"] not in (0, -self._operators.meta(call.arguments["self"]).rank):
+            return None
+        at = Boundary()
+        before = at
+        lengths = [self._boundaries.of(size) for size in sizes]
+        for length in lengths[: index + 1]:
+            if length is None:
+                return None
+            before, at = at, at.plus(length)
+        if all(length is not None and length.is_constant for length in lengths):
+            return None
+        return Piece(node, source, call.arguments["self"], (before, at), _others(split, source), split)
 
 
-def _has_rows(node: fx.Node) -> bool:
-    value = value_of(node)
-    return isinstance(value, torch.Tensor) and value.dim() > 0
-
-
-def _nodes(*values: Any) -> tuple[fx.Node, ...]:
-    return tuple(value for value in values if isinstance(value, fx.Node))
-
-
-def _first(get: Callable[[str], Any], names: tuple[str, ...]) -> Any:
-    return next((found for name in names if (found := get(name)) is not None), None)
+def _others(node: fx.Node, source: fx.Node) -> tuple[fx.Node, ...]:
+    return tuple(arg for arg in node.all_input_nodes if arg is not source)

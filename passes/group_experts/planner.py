@@ -8,7 +8,9 @@ from typing import Generic, TypeVar
 
 from torch import fx
 
-from glue_compiler.fx.effects import EffectAnalysis, Effects, Kind
+from glue_compiler.fx import bodies
+from glue_compiler.fx.effects import Effects, Kind
+from glue_compiler.fx.operators import Operators
 from glue_compiler.fx.values import StorageKey, source_line, storages_of, tensors_in, value_of
 from glue_compiler.graph_pass import Skip
 from glue_compiler.passes.group_experts.left_alone import LeftAlone
@@ -26,19 +28,19 @@ class Plan(Generic[Loop]):
 
 
 class LoopPlanner:
-    """One graph, in order of execution.
+    """One graph, in order of execution."""
 
-    Args:
-        numbers: value numbers; nodes with one number compute the same value. May lack nodes.
-    """
-
-    def __init__(self, gm: fx.GraphModule, numbers: dict[fx.Node, int], analysis: EffectAnalysis) -> None:
+    def __init__(self, gm: fx.GraphModule, operators: Operators) -> None:
+        self.gm = gm
         self.nodes = list(gm.graph.nodes)
         self.position = {node: i for i, node in enumerate(self.nodes)}
-        self.numbers = numbers
-        self.analysis = analysis
-        self.effects: dict[fx.Node, Effects] = {node: analysis.of(gm, node) for node in self.nodes}
-        self.modes = Modes(gm, self.nodes, analysis)
+        self.operators = operators
+        self.effects: dict[fx.Node, Effects] = {node: self._effects_of(node) for node in self.nodes}
+        self.modes = Modes(gm, self.nodes, operators.analysis)
+
+    def _effects_of(self, node: fx.Node) -> Effects:
+        known = None if bodies.is_higher_order(node) else self.operators.numbering.effects.get(node)
+        return known if known is not None else self.operators.analysis.of(self.gm, node)
 
     def in_order(self, nodes: Collection[fx.Node]) -> list[fx.Node]:
         return sorted(nodes, key=self.position.__getitem__)

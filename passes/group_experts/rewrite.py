@@ -3,40 +3,61 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch import fx
 
 import glue_compiler.ops  # noqa: F401  registers torch.ops.glue
-from glue_compiler.expert_capture import HITS, NonEmptyBranch, SpeculativeRegion
+from glue_compiler.capture.regions import HITS, NonEmptyBranch, SpeculativeRegion
 from glue_compiler.fx.effects import EffectAnalysis, Kind
-from glue_compiler.fx.spellings import MULTIPLY
-from glue_compiler.fx.values import value_of
+from glue_compiler.fx.operators import Operators
+from glue_compiler.fx.values import expression, value_of
 from glue_compiler.passes.group_experts.analysis import ExpertLoop
+from glue_compiler.passes.group_experts.drafts import Draft, drafted
 from glue_compiler.passes.group_experts.grouped_body import Emitter, GroupedBody
-from glue_compiler.passes.group_experts.steps import Gather, Row, RowWise, SlotWeight, Step, rows_of
+from glue_compiler.passes.group_experts.left_alone import LeftAlone
+from glue_compiler.passes.group_experts.steps import Gather, Row, RowWise, SlotWeight, Step, product_of, rows_of
 
 _glue = torch.ops.glue
-_CAST = {"to", "float", "type_as"}
+aten = torch.ops.aten
 
 
-def group(gm: fx.GraphModule, loop: ExpertLoop, analysis: EffectAnalysis) -> None:
-    """Write the grouped form where the last expert adds its rows, and erase the loop."""
-    emit = Emitter(gm, (*loop.results, loop.last), analysis, loop.autocast)
-    accumulator = loop.accumulator
-    with gm.graph.inserting_before(loop.last):
-        combined = _Grouped(emit, loop).write()
-        if loop.starts_at_zero:
-            result = combined
-        else:
+def draft_group(gm: fx.GraphModule, loop: ExpertLoop, operators: Operators) -> Draft:
+    """The grouped form, where the last expert adds its rows. Raises LeftAlone if it cannot be written."""
+
+    def write() -> Callable[[], None]:
+        emit = Emitter(gm, (*loop.results, loop.last), operators.analysis, loop.autocast)
+        with gm.graph.inserting_before(loop.last):
+            combined = _Grouped(emit, operators, loop).write()
+        wanted = value_of(loop.accumulator if loop.in_place else loop.last)
+        replaces = loop.starts_at_zero and _is_alike(value_of(combined), wanted)
+        if not replaces and not loop.sinks[0].adds:
+            raise LeftAlone("the tensor that is assigned to has another layout than what would replace it")
+        return lambda: _put_in(gm, loop, emit, combined, replaces)
+
+    return drafted(gm.graph, write)
+
+
+def _is_alike(first: torch.Tensor, second: torch.Tensor) -> bool:
+    described = [
+        (t.dtype, t.device, t.dim(), expression(t.shape[-1]), tuple(map(expression, t.stride())))
+        for t in (first, second)
+    ]
+    return described[0] == described[1]
+
+
+def _put_in(gm: fx.GraphModule, loop: ExpertLoop, emit: Emitter, combined: fx.Node, replaces: bool) -> None:
+    accumulator, result = loop.accumulator, combined
+    if not replaces:
+        with gm.graph.inserting_before(loop.last):
             result = gm.graph.call_method("add_" if loop.in_place else "add", (accumulator, combined))
-            result.meta.update(emit.meta, example_value=value_of(accumulator if loop.in_place else loop.last))
+        result.meta.update(emit.meta, example_value=value_of(accumulator if loop.in_place else loop.last))
     for sink in reversed(loop.sinks):
         sink.node.replace_all_uses_with(accumulator if loop.in_place and sink.node is not loop.last else result)
         gm.graph.erase_node(sink.node)
-    if loop.starts_at_zero and loop.in_place:
+    if replaces and loop.in_place:
         accumulator.replace_all_uses_with(result)
         gm.graph.erase_node(accumulator)
     for node in reversed(gm.graph.nodes):
@@ -45,9 +66,13 @@ def group(gm: fx.GraphModule, loop: ExpertLoop, analysis: EffectAnalysis) -> Non
     gm.recompile()
 
 
-def erase_dead_counts(gm: fx.GraphModule, proved: Collection[SpeculativeRegion], analysis: EffectAnalysis) -> None:
-    """Erase what only the loops over hit experts and the branches used, with what it was counted from."""
+def erase_dead_counts(gm: fx.GraphModule, proved: Collection[SpeculativeRegion], analysis: EffectAnalysis) -> bool:
+    """Erase what only the loops over hit experts and the branches used, with what it was counted from.
+
+    Returns whether there was anything.
+    """
     present = set(gm.graph.nodes)
+    before = len(present)
     for region in proved:
         if isinstance(region, NonEmptyBranch) and region.condition:
             for node in (region.condition.node, region.condition.number):
@@ -64,7 +89,10 @@ def erase_dead_counts(gm: fx.GraphModule, proved: Collection[SpeculativeRegion],
             for node in sorted(waiting, reverse=True):
                 gm.graph.erase_node(node)
             _erase_unused(gm, counts, analysis)
+    if len(gm.graph.nodes) == before:
+        return False
     gm.recompile()
+    return True
 
 
 def _is_check_of_size(node: fx.Node, hits: fx.Node) -> bool:
@@ -89,13 +117,13 @@ def _erase_unused(gm: fx.GraphModule, node: Any, analysis: EffectAnalysis) -> No
 class _Grouped(GroupedBody):
     """The rows that the experts select, sorted by expert."""
 
-    def __init__(self, emit: Emitter, loop: ExpertLoop) -> None:
+    def __init__(self, emit: Emitter, operators: Operators, loop: ExpertLoop) -> None:
         selected = loop.selected
         if loop.first_expert:
             selected = emit.call(torch.sub, selected, loop.first_expert)
         sort = emit.call(_glue.expert_sort.default, selected, loop.num_experts)
         self.order, self.inverse, _, offsets = (emit.call(operator.getitem, sort, i) for i in range(4))
-        super().__init__(emit, loop, self.order, offsets)
+        super().__init__(emit, operators, loop, self.order, offsets)
         self.loop = loop
         self.slot_weights: dict[tuple[fx.Node, bool], fx.Node] = {}
 
@@ -115,11 +143,12 @@ class _Grouped(GroupedBody):
         last = len(steps) - 1
         step = steps[last]
         used = [sum(row.step == i for other in steps for row in rows_of(other)) for i in range(len(steps))]
-        if isinstance(step, RowWise) and step.target in _CAST and isinstance(step.args[0], Row):
-            last = step.args[0].step
+        if self._is_cast(step) and used[last] == 0:
+            last = rows_of(step)[0].step
             step = steps[last]
-        if isinstance(step, RowWise) and step.target in MULTIPLY and len(step.args) == 2 and not step.kwargs:
-            for rows, factor in (step.args, step.args[::-1]):
+        factors = product_of(step, self.operators)
+        if factors is not None:
+            for rows, factor in (factors, factors[::-1]):
                 if not isinstance(rows, Row) or not isinstance(factor, Row):
                     continue
                 weights = steps[factor.step]
@@ -131,6 +160,13 @@ class _Grouped(GroupedBody):
                 ):
                     return rows.step, weights
         return len(steps) - 1, None
+
+    def _is_cast(self, step: Step) -> bool:
+        """To the accumulator's dtype, which the sum is rounded to anyway."""
+        calls = self.operators.calls(step.node) if isinstance(step, RowWise) else None
+        value = value_of(step.node)
+        casts = calls is not None and len(calls) == 1 and calls[0].operator in (aten.to, aten._to_copy, aten.type_as)
+        return casts and value.dtype == value_of(self.loop.accumulator).dtype and len(rows_of(step)) == 1
 
     def _leaf(self, step: Step) -> fx.Node:
         if isinstance(step, Gather):

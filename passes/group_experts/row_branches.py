@@ -8,14 +8,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from glue_compiler.expert_capture import NonEmptyBranch
-from glue_compiler.fx.spellings import ANY, SUM
+from glue_compiler.capture.regions import NonEmptyBranch
+from glue_compiler.fx.operators import Call, Operators, Value
+from glue_compiler.fx.values import value_of
 from glue_compiler.passes.group_experts.analysis import ExpertLoop
 from glue_compiler.passes.group_experts.boundaries import Boundaries, Boundary
-from glue_compiler.passes.group_experts.row_sets import RowSet, RowSets
+from glue_compiler.passes.group_experts.row_sets import COUNT_DTYPES, RowSet, RowSets
 from glue_compiler.passes.group_experts.segments import SegmentLoop
 
-_COUNT = ANY | SUM | {torch.count_nonzero, "count_nonzero"}
+aten = torch.ops.aten
 
 
 def unproved_branch(
@@ -24,7 +25,7 @@ def unproved_branch(
     traced: Collection[fx.Node],
     loops: Sequence[ExpertLoop],
     segments: Sequence[SegmentLoop],
-    numbers: dict[fx.Node, int],
+    operators: Operators,
 ) -> str | None:
     """None if proved, else why not. All that was traced is known to be part of ``loops`` and ``segments``, or dead.
 
@@ -36,10 +37,20 @@ def unproved_branch(
     condition = region.condition
     assert condition is not None
     present = set(gm.graph.nodes)
-    boundaries = Boundaries(numbers)
+    boundaries = Boundaries(operators, present & operators.numbering.numbers.keys())
     asked = boundaries.of(condition.number) if condition.number in present else None
+    held_nodes = [value for held in region.carried.values() for value in held if isinstance(value, fx.Node)]
+    for node in (condition.number, *held_nodes):
+        if (
+            node in present
+            and isinstance(value_of(node), torch.Tensor)
+            and not operators.is_fixed(operators.value(node))
+        ):
+            return f"'{node.name}', which it depends on, is written"
     for rows in [sink.rows for loop in loops for sink in loop.sinks if sink.node in traced]:
-        if rows.count != condition.symbol and not _is_of(condition.number, rows, numbers, present):
+        if rows.count != condition.symbol and not (
+            condition.number in present and _is_of(condition.number, rows, operators)
+        ):
             return "it asks for another number than that of the rows that are added"
     for loop in segments:
         for place, count in zip(_places(loop), loop.row_counts, strict=True):
@@ -59,20 +70,23 @@ def _places(loop: SegmentLoop) -> Sequence[fx.Node]:
     return [write.node for write in loop.writes] or loop.results
 
 
-def _is_of(number: fx.Node, rows: RowSet, numbers: dict[fx.Node, int], present: Collection[fx.Node]) -> bool:
+def _is_of(number: fx.Node, rows: RowSet, operators: Operators) -> bool:
     """Does ``number`` say whether the mask of these rows has any?"""
-    if number not in present or number.target not in _COUNT or len(number.args) != 1 or number.kwargs:
-        return False
-    read = RowSets().mask(number.args[0])
-    counted = numbers.get(number.args[0])  # type: ignore[arg-type]
-    same = {numbers.get(node) for node in rows.mask.nodes} - {None}
-    return read is not None and read.expert == rows.expert and counted in same
+    value = operators.value(number)
+    match operators.does(value):
+        case Call(aten.any | aten.sum | aten.count_nonzero, {"self": Value() as mask}):
+            read = RowSets(operators).mask(mask)
+        case _:
+            return False
+    meta = operators.meta(value)
+    same = read is not None and operators.number(read.selected) == operators.number(rows.mask.selected)
+    return same and read.expert == rows.expert and meta.rank == 0 and meta.dtype in (torch.bool, *COUNT_DTYPES)
 
 
 def _is_kept(
     held: Sequence[Any], symbol: Any, asked: Boundary | None, boundaries: Boundaries, present: Collection[fx.Node]
 ) -> bool:
-    """Held before and after: do they differ by the number that is zero, or not at all? After the last, nobody asks."""
+    """Held before and after: do they differ by the number that is zero, or not at all? The last one's is not used."""
     if len(held) == 1:
         return True
     if any(isinstance(value, fx.Node) and value not in present for value in held):

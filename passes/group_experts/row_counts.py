@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
 
-from glue_compiler.fx.effects import Effects
-from glue_compiler.fx.spellings import ONES, SUM, ZEROS
-from glue_compiler.fx.values import expression, storage_of, value_of
-from glue_compiler.passes.group_experts.boundaries import copied_from
+from glue_compiler.fx.operators import Call, Value
+from glue_compiler.passes.group_experts.copies import Fill, copied_from, fill_of
 from glue_compiler.passes.group_experts.row_sets import COUNT_DTYPES, SLOT, TOKEN, RowSets, counts_by_expert
 from glue_compiler.passes.group_experts.selected_experts import are_distinct
 
-_SCATTER = {torch.scatter, "scatter", "scatter_"}
-_SCATTER_ADD = {torch.scatter_add, "scatter_add", "scatter_add_", torch.index_add, "index_add", "index_add_"}
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -32,101 +28,74 @@ class Total:
 class RowCounts:
     """Reads vectors of counts."""
 
-    def __init__(self, nodes: Sequence[fx.Node], effects: dict[fx.Node, Effects]) -> None:
-        self._nodes = nodes
-        self._effects = effects
-        self._position = {node: i for i, node in enumerate(nodes)}
+    def __init__(self, sets: RowSets) -> None:
+        self._sets = sets
+        self._operators = sets.operators
 
-    def total(self, vector: fx.Node) -> Total | None:
+    def total(self, vector: Value) -> Total | None:
         """None if nothing is known."""
-        node: fx.Node | None = vector
-        while node is not None:
-            made = self._contents(node, vector)
-            if made is None:
-                return None
-            found = self._total(made)
+        value: Value | None = vector
+        # A cast to a narrower dtype on the way would round or wrap.
+        while value is not None and self._operators.meta(value).dtype in COUNT_DTYPES:
+            found = self._total(value)
             if found is not None:
                 return found
-            node = copied_from(node)
+            value = copied_from(self._operators, value)
         return None
 
-    def _total(self, node: fx.Node) -> Total | None:
-        if node.target in SUM:
-            return self._total_of_sum(node)
-        if node.target is torch.histc:
-            bins = {"bins": 100, "min": 0, "max": 0, **dict(zip(("bins", "min", "max"), node.args[1:], strict=False))}
-            bins |= node.kwargs
-            ids: Any = node.args[0]
-            # Whatever the bins are, each number is in one of them or in none.
-            return Total(_numel(ids), exact=False) if isinstance(bins["bins"], int) else None
-        if node.target in _SCATTER_ADD and len(node.args) == 4 and not node.kwargs:
-            base, dim, ids, source = node.args
-            if dim in (0, -1) and _is_made_of(source, ONES) and _rank(ids) == 1 and self._is_zeros(base, node):
-                same = expression(value_of(source).shape[0]) == _numel(ids)  # type: ignore[arg-type]
-                return Total(_numel(ids), exact=True) if same else None
+    def _total(self, value: Value) -> Total | None:
+        match self._operators.does(value):
+            case Call(aten.sum):
+                return self._total_of_sum(value)
+            case Call(aten.histc, {"self": ids, "bins": int()}):
+                # Whatever the bins are, each number is in one of them or in none.
+                return Total(self._numel(ids), exact=False)
+            case Call(aten.scatter_add | aten.scatter_add_, {"self": base, "dim": 0 | -1, "index": ids, "src": ones}):
+                return self._total_of_ones(base, ids, ones)
+            case Call(
+                aten.index_add | aten.index_add_,
+                {"self": base, "dim": 0 | -1, "index": ids, "source": ones, "alpha": 1},
+            ):
+                return self._total_of_ones(base, ids, ones)
         return None
 
-    def _total_of_sum(self, node: fx.Node) -> Total | None:
-        mask = counts_by_expert(node, RowSets())
+    def _total_of_ones(self, base: Any, ids: Any, ones: Any) -> Total | None:
+        """A one added to zeros for each id."""
+        if self._fill(base) is not Fill.ZEROS or self._fill(ones) is not Fill.ONES or not isinstance(ids, Value):
+            return None
+        metas = [self._operators.meta(value) for value in (ids, ones)]
+        same = metas[0].rank == 1 and metas[0].shape == metas[1].shape
+        return Total(self._numel(ids), exact=True) if same else None
+
+    def _total_of_sum(self, total: Value) -> Total | None:
+        mask = counts_by_expert(total, self._sets)
         if mask is not None:
             # one_hot refuses ids that have no class, so each slot is counted once, unless slots were merged before.
-            exact = sum(axis in (TOKEN, SLOT) for axis in mask.axes) == _rank(mask.selected)
-            unwritten = all(self._contents(each, node) is each for each in mask.nodes)
-            return Total(_numel(mask.selected), exact) if mask.classes is not None and unwritten else None
-        counted: Any = node.args[0] if node.args else None
-        dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
-        if not isinstance(counted, fx.Node) or dims not in (0, -2, (0,), [0], (-2,), [-2]) or _rank(counted) != 2:
-            return None
-        if value_of(node).dtype not in COUNT_DTYPES:
-            return None
-        while (source := copied_from(counted)) is not None and self._contents(counted, node) is counted:
+            exact = sum(axis in (TOKEN, SLOT) for axis in mask.axes) == self._operators.meta(mask.selected).rank
+            return Total(self._numel(mask.selected), exact) if mask.classes is not None else None
+        match self._operators.does(total):
+            case Call(aten.sum, {"self": Value() as counted, "dim": (0 | -2,), "keepdim": False}):
+                pass
+            case _:
+                return None
+        while (source := copied_from(self._operators, counted)) is not None:
             counted = source
-        made = self._contents(counted, node)
-        return self._total_of_scatter(made) if made is not None and made.target in _SCATTER else None
+        return self._total_of_scatter(counted) if self._operators.meta(counted).rank == 2 else None
 
-    def _total_of_scatter(self, node: fx.Node) -> Total | None:
+    def _total_of_scatter(self, value: Value) -> Total | None:
         """``zeros([tokens, E]).scatter(1, ids, 1)``: a token counts once for each expert that its slots name."""
-        if len(node.args) != 4 or node.kwargs:
+        call = self._operators.does(value)
+        if call is None or call.overload not in (aten.scatter.value, aten.scatter_.value):
             return None
-        base, dim, ids, value = node.args
-        if dim not in (1, -1) or value not in (1, 1.0) or not isinstance(ids, fx.Node) or _rank(ids) != 2:
+        base, ids, given = call.arguments["self"], call.arguments["index"], call.arguments
+        if given["dim"] not in (1, -1) or given["value"] != 1 or not isinstance(ids, Value):
             return None
-        if not self._is_zeros(base, node):
+        if self._operators.meta(ids).rank != 2 or self._fill(base) is not Fill.ZEROS:
             return None
-        return Total(_numel(ids), exact=are_distinct(ids, self._effects))
+        return Total(self._numel(ids), exact=are_distinct(self._operators, ids))
 
-    # -- memory
+    def _fill(self, value: Any) -> Fill | None:
+        return fill_of(self._operators, value)
 
-    def _contents(self, node: fx.Node, reader: fx.Node) -> fx.Node | None:
-        """The call that made what ``reader`` finds in ``node``; None if that is not one call."""
-        value = value_of(node)
-        if not isinstance(value, torch.Tensor):
-            return None
-        storage = storage_of(value)
-        writes = [other for other in self._nodes if storage in self._effects[other].writes]
-        writes = [other for other in writes if self._position[other] < self._position[reader]]
-        if not writes:
-            return node
-        whole = len(writes) == 1 and writes[0].target in _SCATTER | _SCATTER_ADD
-        return writes[0] if whole and writes[0].args[0] in (node, _base(node)) else None
-
-    def _is_zeros(self, base: Any, writer: fx.Node) -> bool:
-        """Is ``base`` made of zeros, and still so when ``writer`` takes it?"""
-        return _is_made_of(base, ZEROS) and self._contents(base, writer) is base
-
-
-def _base(node: fx.Node) -> Any:
-    return node.args[0] if node.args else None
-
-
-def _is_made_of(node: Any, makers: set[Any]) -> bool:
-    return isinstance(node, fx.Node) and node.op.startswith("call_") and node.target in makers
-
-
-def _rank(node: Any) -> int:
-    value = value_of(node) if isinstance(node, fx.Node) else None
-    return value.dim() if isinstance(value, torch.Tensor) else -1
-
-
-def _numel(node: Any) -> Any:
-    return expression(value_of(node).numel())
+    def _numel(self, value: Value) -> Any:
+        return math.prod(self._operators.meta(value).shape)

@@ -6,8 +6,6 @@ any views of it; a row set is ``torch.where``/``nonzero`` of such a mask for one
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,33 +13,32 @@ import torch
 from torch import fx
 
 from glue_compiler.compat import equal_sizes
-from glue_compiler.fx.effects import Effects
-from glue_compiler.fx.spellings import ANY, SUM, TRANSPOSE
-from glue_compiler.fx.values import expression, value_of
+from glue_compiler.fx.operators import Call, Operators, Value
+from glue_compiler.fx.values import expression
+from glue_compiler.passes.group_experts.copies import COPIES, SAME_ELEMENTS
 from glue_compiler.passes.group_experts.selected_experts import are_distinct
 
+aten = torch.ops.aten
 TOKEN, SLOT, EXPERT, ONE = "token", "slot", "expert", "one"
 _AXES_OF_SELECTED = {1: (TOKEN,), 2: (TOKEN, SLOT)}
+IDS = (torch.int32, torch.int64)
+"""Narrower ones overflow where experts are counted from another one than zero."""
 
-_ONE_HOT = {torch._C._nn.one_hot, torch.nn.functional.one_hot}
-_EQUAL = {torch.eq, operator.eq, "eq", "__eq__"}
-_PERMUTE = {torch.permute, "permute"}
-_SAME_NONZEROS = {"to", "bool", "int", "long", "float", "contiguous", "clone", "detach"}
-_WHERE = {torch.where, torch.nonzero, "nonzero"}
-_FLATTEN = {"squeeze", torch.squeeze, "flatten", torch.flatten, "view", "reshape"}
+_WHERE = {aten.where.default, aten.nonzero.default, aten.nonzero_numpy.default}
+_SWAPS = {aten.transpose: ("dim0", "dim1"), aten.swapaxes: ("axis0", "axis1"), aten.swapdims: ("dim0", "dim1")}
+_REVERSES = {aten.t, aten.numpy_T, aten.mT, aten.adjoint}
 COUNT_DTYPES = (torch.int32, torch.int64, torch.float32, torch.float64)
 """They hold every number of rows that a batch can have."""
-_GETATTR = getattr
 
 
 @dataclass(frozen=True)
 class Mask:
-    """Nonzero at (token, slot) where ``selected == expert``; ``axes`` says what each dimension of the node is.
+    """Nonzero at (token, slot) where ``selected == expert``; ``axes`` says what each dimension is.
 
     While ``EXPERT`` is among the axes, ``expert`` is None. ``classes``: ids are known to lie in ``[0, classes)``.
     """
 
-    selected: fx.Node
+    selected: Value
     axes: tuple[str, ...]
     expert: int | None = None
     classes: int | None = None
@@ -72,196 +69,191 @@ class Index:
 
     rows: RowSet
     axes: tuple[str, ...]
+    is_boolean: bool = False
 
 
 class RowSets:
     """Recognises masks, row sets and their index vectors; remembers what it has seen. Changes nothing."""
 
-    def __init__(self) -> None:
-        self._masks: dict[fx.Node, Mask | None] = {}
+    def __init__(self, operators: Operators) -> None:
+        self.operators = operators
+        self._masks: dict[Value, Mask | None] = {}
+        self._row_sets: dict[Value, RowSet | None] = {}
 
-    def row_set(self, node: Any) -> RowSet | None:
+    def row_set(self, node: fx.Node) -> RowSet | None:
         """``nonzero`` of one expert's mask in any of its forms, or the mask itself where something indexes with it."""
-        if not isinstance(node, fx.Node) or not node.op.startswith("call_"):
+        if not node.op.startswith("call_"):
             return None
-        if node.target not in _WHERE:
-            return self._boolean_index(node)
-        mask = self.mask(node.args[0]) if len(node.args) == 1 else None
+        value = self.operators.value(node)
+        return self._row_set(value) if value.node is node and value.leaf == 0 else None
+
+    def _row_set(self, value: Value) -> RowSet | None:
+        """Of the first result of a ``where``, or a boolean mask."""
+        if value not in self._row_sets:
+            self._row_sets[value] = self._found(value)
+        return self._row_sets[value]
+
+    def _found(self, value: Value) -> RowSet | None:
+        call = self.operators.does(value)
+        if call is None or call.overload not in _WHERE:
+            return self._boolean_index(value)
+        mask = self.mask(call.arguments["condition" if call.overload is aten.where.default else "self"])
         if mask is None or mask.expert is None:
             return None
-        value = value_of(node)
-        found = value[0] if isinstance(value, tuple | list) else value
-        return RowSet(node, mask, expression(found.shape[0]))
+        return RowSet(value.node, mask, self.operators.meta(value).shape[0])
 
-    def _boolean_index(self, node: fx.Node) -> RowSet | None:
-        mask = self.mask(node)
+    def _boolean_index(self, value: Value) -> RowSet | None:
+        mask = self.mask(value)
         if mask is None or mask.expert is None or mask.axes not in ((TOKEN,), (TOKEN, SLOT)):
             return None
-        if value_of(node).dtype is not torch.bool:
+        if self.operators.meta(value).dtype is not torch.bool:
             return None
-        for user in node.users:
-            if user.target is operator.getitem and user.args[0] is not node:
-                items = user.args[1] if isinstance(user.args[1], tuple | list) else (user.args[1],)
-                # As many dimensions as stand before the mask stand before the rows.
-                before = sum(item is None for item in items[: items.index(node)]) if node in items else 0
-                return RowSet(node, mask, expression(value_of(user).shape[before]))
+        for user in value.node.users:
+            for step, call in enumerate(self.operators.calls(user) or ()):
+                if call.overload is aten.index.Tensor and value in call.arguments["indices"]:
+                    # As many dimensions as stand before the mask stand before the rows.
+                    before = call.arguments["indices"].index(value)
+                    if all(item is None for item in call.arguments["indices"][:before]):
+                        return RowSet(value.node, mask, self.operators.meta(Value(user, step)).shape[before])
         return None
 
-    def index(self, node: Any) -> Index | None:
+    def index(self, value: Any) -> Index | None:
         """An index vector of a row set, or a boolean index."""
-        if not isinstance(node, fx.Node) or not node.op.startswith("call_"):
+        if not isinstance(value, Value) or not self.operators.is_tensor(value):
             return None
-        boolean = self.row_set(node)
-        if boolean is not None:
-            return Index(boolean, boolean.mask.axes) if node.target not in _WHERE else None
-        source, column = node, None
-        if node.target is operator.getitem:
-            source, column = node.args  # type: ignore[assignment]
-        elif (node.target in _FLATTEN and node.args[1:] == (-1,)) or (node.target == "flatten" and not node.args[1:]):
-            source, column = node.args[0], "only"  # type: ignore[assignment]
-        rows = self.row_set(source)
-        if rows is None or source.target not in _WHERE:
+        call = self.operators.does(value)
+        if call is None:
             return None
-        if not isinstance(value_of(source), tuple | list):  # [rows, axes]
-            if isinstance(column, tuple) and len(column) == 2 and column[0] in (slice(None), Ellipsis):
-                column = column[1]
-            elif column == "only" and len(rows.mask.axes) == 1:
-                column = 0
-            else:
-                return None
-        if type(column) is not int or not -len(rows.mask.axes) <= column < len(rows.mask.axes):
+        if call.overload in (aten.where.default, aten.nonzero_numpy.default):
+            return self._column(Value(value.node, value.step, 0), value.leaf)
+        if call.overload is aten.select.int and self._is_of_pairs(call):
+            return self._column(call.arguments["self"], call.arguments["index"])
+        if call.overload is aten.unbind.int and self._is_of_pairs(call):
+            return self._column(call.arguments["self"], value.leaf)
+        source = call.arguments.get("self")
+        if (call.overload in SAME_ELEMENTS or call.operator is aten.squeeze) and self._is_pairs(source):
+            only = self.operators.meta(value).rank == 1 and self._column(source, 0)
+            return only if only and len(only.rows.mask.axes) == 1 else None
+        boolean = self._row_set(value)
+        return Index(boolean, boolean.mask.axes, is_boolean=True) if boolean is not None else None
+
+    def _is_of_pairs(self, call: Call) -> bool:
+        return call.arguments["dim"] in (1, -1) and self._is_pairs(call.arguments["self"])
+
+    def _is_pairs(self, value: Any) -> bool:
+        """``nonzero``, ``[rows, axes]``."""
+        call = self.operators.does(value) if isinstance(value, Value) else None
+        return call is not None and call.overload is aten.nonzero.default
+
+    def _column(self, pairs: Value, column: Any) -> Index | None:
+        rows = self._row_set(pairs)
+        if rows is None or type(column) is not int or not -len(rows.mask.axes) <= column < len(rows.mask.axes):
             return None
         axis = rows.mask.axes[column]
         return Index(rows, (axis,)) if axis in (TOKEN, SLOT) else None
 
-    def mask(self, node: Any) -> Mask | None:
-        if not isinstance(node, fx.Node) or not node.op.startswith("call_"):
+    def mask(self, value: Any) -> Mask | None:
+        if not isinstance(value, Value) or not self.operators.is_tensor(value):
             return None
-        if node not in self._masks:
-            self._masks[node] = None  # a cycle cannot be, and a failure is remembered
-            found = self._mask(node)
-            if found is not None and len(found.axes) == _rank(node):
-                self._masks[node] = replace(found, nodes=(*found.nodes, node))
-        return self._masks[node]
+        if value not in self._masks:
+            self._masks[value] = None  # a cycle cannot be, and a failure is remembered
+            found = self._mask(value)
+            if found is not None and len(found.axes) == self.operators.meta(value).rank:
+                nodes = dict.fromkeys((*found.nodes, value.node))
+                self._masks[value] = replace(found, nodes=tuple(nodes))
+        return self._masks[value]
 
-    def _mask(self, node: fx.Node) -> Mask | None:
-        source = node.args[0] if node.args else None
-        if not isinstance(source, fx.Node):
-            return None
-        if node.target in _ONE_HOT:
-            classes = node.args[1] if len(node.args) > 1 else node.kwargs.get("num_classes")
-            axes = _AXES_OF_SELECTED.get(_rank(source))
-            if axes is None or not isinstance(classes, int) or classes < 1:
-                return None
-            return Mask(source, (*axes, EXPERT), classes=classes)
-        if node.target in _EQUAL and len(node.args) == 2 and type(node.args[1]) is int:
-            axes = _AXES_OF_SELECTED.get(_rank(source))
-            value = value_of(source)
-            if axes is None or not isinstance(value, torch.Tensor) or value.dtype not in (torch.int32, torch.int64):
-                return None
-            return Mask(source, axes, node.args[1])
-        mask = self.mask(source)
-        return None if mask is None else _view(mask, node)
-
-
-def _view(mask: Mask, node: fx.Node) -> Mask | None:
-    """What ``node`` makes of the mask that is its first argument."""
-    rank = len(mask.axes)
-    if node.op == "call_method" and node.target in _SAME_NONZEROS:
-        return mask
-    if node.target in _PERMUTE:
-        dims = node.args[1] if isinstance(node.args[1], tuple | list) else node.args[1:]
-        if len(dims) != rank or not all(isinstance(dim, int) for dim in dims):
-            return None
-        return replace(mask, axes=tuple(mask.axes[dim] for dim in dims))  # type: ignore[index]
-    if node.target in TRANSPOSE and len(node.args) == 3 and all(isinstance(dim, int) for dim in node.args[1:]):
-        axes = list(mask.axes)
-        first, second = node.args[1:]
-        axes[first], axes[second] = axes[second], axes[first]  # type: ignore[index]
-        return replace(mask, axes=tuple(axes))
-    if node.target in ("t", torch.t) or (node.target is _GETATTR and node.args[1] in ("T", "mT")):
-        return replace(mask, axes=mask.axes[::-1]) if rank == 2 else None
-    if node.target in ("squeeze", torch.squeeze) and len(node.args) == 2 and isinstance(node.args[1], int):
-        dim = node.args[1] % rank
-        if mask.axes[dim] == ONE:
-            return replace(mask, axes=(*mask.axes[:dim], *mask.axes[dim + 1 :]))
-        return mask if _rank(node) == rank else None
-    if node.target in ("unsqueeze", torch.unsqueeze) and isinstance(node.args[1], int):
-        dim = node.args[1] % (rank + 1)
-        return replace(mask, axes=(*mask.axes[:dim], ONE, *mask.axes[dim:]))
-    if node.target in ANY and mask.axes == (TOKEN, SLOT):
-        along = node.args[1] if len(node.args) == 2 else node.kwargs.get("dim")
-        return replace(mask, axes=(TOKEN,), any_slot=True) if along in (1, -1) and len(node.kwargs) < 2 else None
-    if node.target is operator.getitem:
-        return _subscript(mask, node.args[1])
-    if node.target in ("select", torch.select) and len(node.args) == 3 and isinstance(node.args[1], int):
-        return _subscript(mask, (*[slice(None)] * (node.args[1] % rank), node.args[2]))
-    return None
-
-
-def _subscript(mask: Mask, index: Any) -> Mask | None:
-    items = list(index) if isinstance(index, tuple | list) else [index]
-    if items.count(Ellipsis) > 1:
+    def _mask(self, value: Value) -> Mask | None:
+        match self.operators.does(value):
+            case Call(aten.one_hot, {"self": Value() as selected, "num_classes": int(classes)}) if classes >= 1:
+                axes = _AXES_OF_SELECTED.get(self.operators.meta(selected).rank)
+                return Mask(selected, (*axes, EXPERT), classes=classes) if axes is not None else None
+            case Call(aten.eq, {"self": Value() as selected, "other": expert}) if type(expert) is int:
+                meta = self.operators.meta(selected)
+                axes = _AXES_OF_SELECTED.get(meta.rank)
+                return Mask(selected, axes, expert) if axes is not None and meta.dtype in IDS else None
+            case Call(_, {"self": Value() as source}) as call:
+                mask = self.mask(source)
+                return None if mask is None else self._view(mask, call, value)
         return None
-    if Ellipsis in items:
-        at = items.index(Ellipsis)
-        given = sum(item is not None for item in items) - 1
-        items[at : at + 1] = [slice(None)] * (len(mask.axes) - given)
-    axes: list[str] = []
-    left = list(mask.axes)
-    expert = mask.expert
-    for item in items:
-        if item is None:
-            axes.append(ONE)
-        elif not left:
+
+    def _view(self, mask: Mask, call: Call, value: Value) -> Mask | None:
+        """What ``call`` makes of the mask that is its operand."""
+        axes, rank, given = mask.axes, len(mask.axes), call.arguments
+        dim = given.get("dim")
+        if call.operator in COPIES:
+            return mask
+        if call.operator is aten.permute:
+            return replace(mask, axes=tuple(axes[each] for each in given["dims"]))
+        if call.operator in _SWAPS:
+            first, second = (given[name] % rank for name in _SWAPS[call.operator])
+            swapped = {first: axes[second], second: axes[first]}
+            return replace(mask, axes=tuple(swapped.get(i, axis) for i, axis in enumerate(axes)))
+        if call.operator in _REVERSES:
+            return replace(mask, axes=axes[::-1]) if rank == 2 else None
+        if call.overload is aten.squeeze.dim:
+            if axes[dim % rank] == ONE:
+                return replace(mask, axes=_without(axes, dim % rank))
+            return mask if self.operators.meta(value).rank == rank else None
+        if call.operator is aten.unsqueeze:
+            at = dim % (rank + 1)
+            return replace(mask, axes=(*axes[:at], ONE, *axes[at:]))
+        if call.overload is aten.any.dim and axes == (TOKEN, SLOT) and dim in (1, -1) and not given["keepdim"]:
+            return replace(mask, axes=(TOKEN,), any_slot=True)
+        if call.overload is aten.select.int:
+            return _selected(mask, dim % rank, given["index"])
+        if call.overload is aten.slice.Tensor:
+            return self._sliced(mask, dim % rank, call)
+        return None
+
+    def _sliced(self, mask: Mask, dim: int, call: Call) -> Mask | None:
+        """``[e : e + 1]`` of the experts, which also stands for ``tensor([e])``; and a slice of everything."""
+        start, end = call.arguments["start"], call.arguments["end"]
+        size = self.operators.meta(call.arguments["self"]).shape[dim]
+        if call.arguments["step"] != 1 or type(start or 0) is not int or type(end) not in (int, type(None)):
             return None
-        elif item == slice(None):
-            axes.append(left.pop(0))
-        elif type(item) is int and left[0] == EXPERT:
-            # A negative index counts from the last class.
-            expert = item if item >= 0 else (mask.classes or 0) + item
-            left.pop(0)
-        elif type(item) is int and left[0] == ONE:
-            left.pop(0)
-        elif left[0] == EXPERT and expert is None and _selects_one(item):
-            expert = item.start
-            axes.append(ONE)
-            left.pop(0)
-        else:
+        if not start and (end is None or (type(size) is int and end >= size) or end >= torch.iinfo(torch.int64).max):
+            return mask
+        one = mask.axes[dim] == EXPERT and mask.expert is None and start is not None and start >= 0 and end == start + 1
+        if not one or start >= (mask.classes or 0):
             return None
-    return replace(mask, axes=(*axes, *left), expert=expert)
+        return replace(mask, axes=(*mask.axes[:dim], ONE, *mask.axes[dim + 1 :]), expert=start)
 
 
-def _selects_one(item: Any) -> bool:
-    """``slice(e, e + 1)``, which also stands for ``tensor([e])``."""
-    return isinstance(item, slice) and type(item.start) is int and item.start >= 0 and item.stop == item.start + 1
+def _selected(mask: Mask, dim: int, index: Any) -> Mask | None:
+    if type(index) is not int:
+        return None
+    if mask.axes[dim] == ONE:
+        return replace(mask, axes=_without(mask.axes, dim))
+    if mask.axes[dim] != EXPERT or mask.classes is None:
+        return None
+    # A negative index counts from the last class.
+    return replace(mask, axes=_without(mask.axes, dim), expert=index if index >= 0 else mask.classes + index)
 
 
-def names_a_token_once(rows: RowSet, effects: Mapping[fx.Node, Effects]) -> bool:
+def _without(axes: tuple[str, ...], dim: int) -> tuple[str, ...]:
+    return (*axes[:dim], *axes[dim + 1 :])
+
+
+def names_a_token_once(rows: RowSet, operators: Operators) -> bool:
     """Is no token twice in the row set?"""
-    return rows.mask.any_slot or are_distinct(rows.mask.selected, effects)
+    return rows.mask.any_slot or are_distinct(operators, rows.mask.selected)
 
 
-def counts_by_expert(total: fx.Node, sets: RowSets) -> Mask | None:
+def counts_by_expert(total: Any, sets: RowSets) -> Mask | None:
     """The mask, if ``total`` is its sum over all but the experts: the number of rows of each expert.
 
     In a dtype that holds such a number: bf16 rounds from 257 rows on.
     """
-    counted = total.args[0] if total.target in SUM and total.args else None
-    mask = sets.mask(counted)
-    dims = total.args[1] if len(total.args) > 1 else total.kwargs.get("dim")
-    dims = [dims] if isinstance(dims, int) else dims
-    if mask is None or mask.expert is not None or not isinstance(dims, tuple | list):
+    call = sets.operators.does(total) if isinstance(total, Value) else None
+    if call is None or call.overload is not aten.sum.dim_IntList or call.arguments["keepdim"]:
         return None
-    summed = {dim % len(mask.axes) for dim in dims if isinstance(dim, int)}
+    mask = sets.mask(call.arguments["self"])
+    if mask is None or mask.expert is not None or not call.arguments["dim"]:
+        return None
+    summed = {dim % len(mask.axes) for dim in call.arguments["dim"]}
     kept = [axis for i, axis in enumerate(mask.axes) if i not in summed]
-    value = value_of(total)
-    return mask if kept == [EXPERT] and value.dim() == 1 and value.dtype in COUNT_DTYPES else None
-
-
-def _rank(node: fx.Node) -> int:
-    value = value_of(node)
-    return value.dim() if isinstance(value, torch.Tensor) else -1
+    return mask if kept == [EXPERT] and sets.operators.meta(total).dtype in COUNT_DTYPES else None
 
 
 def same_size(first: Any, second: Any) -> bool:

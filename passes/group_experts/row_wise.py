@@ -1,22 +1,21 @@
 """Is a call row-wise: does row ``i`` of its results depend on row ``i`` of its row operands, and on no other row?
 
-Names prove nothing, so the call is run on its recorded fake operands, and each operator that it dispatches is judged by
-what it does to dimension 0, the rows.
+Each operator that the call is made of, below autograd, is judged by what it does to dimension 0, the rows.
 """
 
 from __future__ import annotations
 
+import enum
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from glue_compiler import compat
-from glue_compiler.fx.effects import EffectAnalysis, Effects
-from glue_compiler.fx.values import expression, storage_of, storages_of, tensors_in, value_of
+from glue_compiler.fx.operators import Operators, given_leaves
+from glue_compiler.fx.records import CallRecord, Given, Made, Meta, RecordedOperator, Unknown, meta_of
+from glue_compiler.fx.values import leaves, storage_of, storages_of, value_of
 
 aten = torch.ops.aten
 
@@ -31,163 +30,209 @@ _ELEMENTWISE = {
     aten.alias.default,
     aten.lift_fresh.default,
 }
-# Operator → index of the argument that names the dimensions it acts along, and what an absent one means.
-_ALL = "all dimensions"
-_ALONG: dict[Any, tuple[int, Any]] = {
-    aten._softmax.default: (1, _ALL),
-    aten._log_softmax.default: (1, _ALL),
-    aten.glu.default: (1, -1),
-    aten.sum.dim_IntList: (1, _ALL),
-    aten.mean.dim: (1, _ALL),
-    aten.amax.default: (1, _ALL),
-    aten.amin.default: (1, _ALL),
-    aten.var.correction: (1, _ALL),
-    aten.linalg_vector_norm.default: (2, _ALL),
-    aten.slice.Tensor: (1, 0),
-    aten.select.int: (1, _ALL),
-    aten.split.Tensor: (2, 0),
-    aten.split_with_sizes.default: (2, 0),
-    aten.squeeze.dim: (1, _ALL),
-    aten.cumsum.default: (1, _ALL),
-    aten.flip.default: (1, _ALL),
+# They act along the dimensions that their argument of this name says; where that says none, along all.
+_ALONG = {
+    aten._softmax.default: "dim",
+    aten._log_softmax.default: "dim",
+    aten.glu.default: "dim",
+    aten.sum.dim_IntList: "dim",
+    aten.mean.dim: "dim",
+    aten.amax.default: "dim",
+    aten.amin.default: "dim",
+    aten.max.dim: "dim",
+    aten.min.dim: "dim",
+    aten.var.correction: "dim",
+    aten.logsumexp.default: "dim",
+    aten.linalg_vector_norm.default: "dim",
+    aten.slice.Tensor: "dim",
+    aten.select.int: "dim",
+    aten.split.Tensor: "dim",
+    aten.split_with_sizes.default: "dim",
+    aten.unbind.int: "dim",
+    aten.squeeze.dim: "dim",
+    aten.squeeze.dims: "dim",
+    aten.cumsum.default: "dim",
+    aten.flip.default: "dims",
 }
 _VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default}
-_LEFT_PRODUCTS = {aten.mm.default: 0, aten.addmm.default: 1}
+_LEFT_PRODUCTS = {aten.mm.default: "self", aten.addmm.default: "mat1"}
 
 
-_OUT_OF_PLACE: dict[Any, Any] = {
-    operator.iadd: operator.add,
-    operator.imul: operator.mul,
-    operator.isub: operator.sub,
-    operator.itruediv: operator.truediv,
-    **{f"{name}_": name for name in ("add", "mul", "sub", "div", "clamp", "neg", "sigmoid", "tanh", "relu")},
-}
+class Rows(enum.Enum):
+    """How the grouped form of a tensor differs from one expert's."""
+
+    ROWS = "rows of all experts"
+    VECTOR = "one for each row instead of one for each expert"
 
 
-def out_of_place(node: fx.Node, effects: Mapping[fx.Node, Effects]) -> Any | None:
-    """The target that computes what ``node`` does in place, if nothing else ever sees the tensor that it overwrites."""
-    written = node.args[0] if node.args else None
-    if node.target not in _OUT_OF_PLACE or not isinstance(written, fx.Node) or set(written.users) != {node}:
+def out_of_place(operators: Operators, node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | None:
+    """What computes the result of ``node``, one operator in place, if nothing else sees the tensor that it overwrites.
+
+    As (overload, positional arguments, keyword arguments).
+    """
+    record = operators.record(node)
+    if record is None or len(record.operators) != 1 or record.operators[0].written != ("self",):
         return None
-    value = value_of(written)
-    if not isinstance(value, torch.Tensor) or effects[node].writes != {storage_of(value)}:
+    call = record.operators[0]
+    functional, given = _functional(call.overload), given_leaves(node)
+    if functional is None or not isinstance(call.arguments["self"], Given) or record.result != (Made(0),):
+        return None
+    written, value = given[call.arguments["self"].position][0], value_of(node)
+    storage = storage_of(value) if isinstance(value, torch.Tensor) else None
+    if set(written.users) != {node} or operators.numbering.effects[node].writes != {storage}:
         return None
     for other in node.graph.nodes:
         if other is node:
-            return _OUT_OF_PLACE[node.target]
-        if other is not written and storage_of(value) in storages_of(value_of(other)):
+            break
+        if other is not written and storage in storages_of(value_of(other)):
             return None
-    return None
+    arguments: dict[str, Any] = {}
+    for name, argument in call.arguments.items():
+        if isinstance(argument, Given):
+            argument = given[argument.position][0]
+        elif not isinstance(argument, int | float | bool | str | type(None)):
+            return None
+        arguments[name] = argument
+    keywords = {each.name for each in functional._schema.arguments if each.kwarg_only}
+    positional = tuple(argument for name, argument in arguments.items() if name not in keywords)
+    return functional, positional, {name: arguments[name] for name in keywords & arguments.keys()}
+
+
+def _functional(overload: Any) -> Any | None:
+    """``add.Tensor`` of ``add_.Tensor``."""
+    packet = getattr(aten, overload._schema.name.removeprefix("aten::")[:-1], None)
+    found = getattr(packet, overload._overloadname, None) if packet is not None else None
+    if found is None or found._schema.is_mutable or not overload._schema.name.endswith("_"):
+        return None
+    names = [[argument.name for argument in each._schema.arguments] for each in (overload, found)]
+    return found if names[0] == names[1] else None
 
 
 def mixes_rows(
-    node: fx.Node, target: Any, is_row: Callable[[fx.Node], bool], rows: Any, analysis: EffectAnalysis
+    operators: Operators, module: fx.GraphModule, node: fx.Node, kind: Callable[[fx.Node], Rows | None], rows: Any
 ) -> str | None:
-    """None if ``node``, calling ``target``, is proved row-wise, else why not.
+    """None if ``node`` is proved row-wise, else why not.
 
     Args:
-        is_row: which operands hold one row of the row set in each row.
+        kind: how each operand differs in the grouped form.
         rows: the number of rows, as a sympy expression.
     """
-    values: dict[fx.Node, Any] = {}
-    row_tensors: list[torch.Tensor] = []
-
-    def operand(arg: fx.Node) -> Any:
-        if arg not in values:
-            values[arg] = _detached(value_of(arg))
-            if is_row(arg):
-                row_tensors.extend(tensors_in(values[arg]))
-        return values[arg]
-
-    args, kwargs = fx.map_arg(node.args, operand), fx.map_arg(node.kwargs, operand)
-    judge = _Judge(row_tensors, rows)
-    fake_mode = analysis.fake_mode
-    try:
-        with torch.no_grad(), compat.speculation(fake_mode, getattr(fake_mode, "shape_env", None)), judge:
-            if node.op == "call_method":
-                result = getattr(args[0], str(target))(*args[1:], **kwargs)
-            else:
-                result = target(*args, **kwargs)
-    except Exception as failure:
-        return f"it cannot be run on fake tensors ({type(failure).__name__})"
-    if judge.problem:
-        return judge.problem
-    if not all(judge.is_row(tensor) for tensor in tensors_in(result)):
+    if node.target is operator.getitem and isinstance(value_of(node.args[0]), tuple | list):  # type: ignore[arg-type]
+        return None  # an item of what was judged
+    record = operators.analysis.parts_of(module, node)
+    if record is None:
+        return "it cannot be run on fake tensors"
+    given = given_leaves(node)
+    metas = [meta_of(list(leaves(value_of(operand)))[leaf]) for operand, leaf in given]
+    kinds = {Given(i): found for i, (operand, _) in enumerate(given) if (found := kind(operand)) is not None}
+    judge = _Judge(record, metas, kinds, rows)
+    for step, call in enumerate(record.operators):
+        if (problem := judge.problem(step, call)) is not None:
+            return problem
+    tensors = [each for each in record.result if isinstance(each, Given | Made | Unknown)]
+    if not all(judge.is_row(each) for each in tensors if judge.is_tensor(each)):
         return "its result does not have the rows in its first dimension"
     return None
 
 
-class _Judge(TorchDispatchMode):
+class _Judge:
     """Follows the row tensors through the operators of one call."""
 
-    def __init__(self, row_tensors: list[torch.Tensor], rows: Any) -> None:
-        super().__init__()
-        self.kept = list(row_tensors)  # alive, so that an id stays one tensor's
-        self.ids = {id(tensor) for tensor in row_tensors}
+    def __init__(self, record: CallRecord, metas: list[Meta], kinds: dict[Any, Rows], rows: Any) -> None:
+        self.record = record
+        self.metas = metas
+        self.kinds = kinds
         self.rows = rows
-        self.problem: str | None = None
 
-    def is_row(self, tensor: Any) -> bool:
-        return id(tensor) in self.ids
+    def is_row(self, reference: Any) -> bool:
+        return self.kinds.get(reference) is Rows.ROWS
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        given = [tensor for tensor in tensors_in([*args, kwargs]) if self.is_row(tensor)]
-        if not given or self.problem or _reads_metadata(func):
-            return result
-        results = tensors_in(result)
-        self.problem = self._problem(func, args, given, results)
-        if self.problem is None:
-            self.kept += results
-            self.ids |= {id(tensor) for tensor in results}
-        return result
+    def is_tensor(self, reference: Any) -> bool:
+        return isinstance(reference, Unknown) or isinstance(self._meta(reference), Meta)
 
-    def _has_rows(self, tensor: torch.Tensor) -> bool:
-        return tensor.dim() > 0 and bool(expression(tensor.shape[0]) == self.rows)
+    def _meta(self, reference: Given | Made) -> Any:
+        if isinstance(reference, Given):
+            return self.metas[reference.position]
+        return self.record.operators[reference.step].results[reference.result]
 
-    def _problem(self, func: Any, args: Any, given: list[torch.Tensor], results: list[torch.Tensor]) -> str | None:
-        if not all(self._has_rows(tensor) for tensor in (*given, *results)):
+    def problem(self, step: int, call: RecordedOperator) -> str | None:
+        references = list(_references(list(call.arguments.values())))
+        kinds = {self.kinds[each] for each in references if each in self.kinds}
+        results = [Made(step, i) for i, result in enumerate(call.results) if isinstance(result, Meta)]
+        if not kinds or _reads_metadata(call.overload):
+            return None
+        func = (_functional(call.overload) if call.written == ("self",) else None) or call.overload
+        if any(isinstance(each, Unknown) for each in references) or (call.written and func is call.overload):
+            return f"what {func} reads or writes is not known"
+        self.kinds.update(dict.fromkeys(results, Rows.ROWS if Rows.ROWS in kinds else Rows.VECTOR))
+        is_pointwise = torch.Tag.pointwise in func.tags or func in _ELEMENTWISE
+        if Rows.VECTOR in kinds and not is_pointwise:
+            return f"{func} takes an operand of each expert's own"
+        if Rows.ROWS not in kinds:
+            return None
+        given = [each for each in references if self.is_row(each)]
+        if not all(self._has_rows(each) for each in (*given, *results)):
             return f"{func} moves or changes the rows"
-        if torch.Tag.pointwise in func.tags or func in _ELEMENTWISE:
-            return self._broadcasts(func, args, given, results[0].dim())
-        first = args[0]
-        rank = first.dim() if isinstance(first, torch.Tensor) else 0
+        if is_pointwise:
+            return self._broadcasts(func, references, call.results[0].rank)
+        return self._moves(func, call.arguments, given)
+
+    def _has_rows(self, reference: Any) -> bool:
+        shape = self._meta(reference).shape
+        return bool(shape) and bool(shape[0] == self.rows)
+
+    def _moves(self, func: Any, arguments: Mapping[str, Any], given: list[Any]) -> str | None:
+        first = arguments.get("self", arguments.get("input"))
+        rank = self._meta(first).rank if isinstance(first, Given | Made) else 0
+        if func is aten.cat.default and len(given) == len(arguments["tensors"]):
+            return _along(func, arguments["dim"], self._meta(given[0]).rank)
+        if len(given) != 1 or (given[0] != first and func not in _LEFT_PRODUCTS):
+            return f"{func} is not known to keep rows apart"
         if func in _ALONG:
-            position, default = _ALONG[func]
-            dims = args[position] if len(args) > position else default
-            return self._along(func, dims, rank)
+            return _along(func, arguments[_ALONG[func]], rank)
         if func in _VIEWS:
             return None  # row-major, and as many rows before as after: each row keeps its elements
         if func is aten.unsqueeze.default:
-            return None if args[1] % (rank + 1) > 0 else f"{func} moves the rows"
-        if func is aten.cat.default:
-            dim = args[1] if len(args) > 1 else 0
-            if len(given) == len(args[0]):
-                return self._along(func, dim, args[0][0].dim())
-        if func in (aten.permute.default, aten.transpose.int):
-            keeps = args[1][0] == 0 if func is aten.permute.default else 0 not in (args[1] % rank, args[2] % rank)
-            return None if keeps else f"{func} moves the rows"
-        if func in _LEFT_PRODUCTS and len(given) == 1 and given[0] is args[_LEFT_PRODUCTS[func]]:
-            return None
-        if func is aten.native_layer_norm.default and len(given) == 1 and self.is_row(first):
-            return None if len(args[1]) < rank else f"{func} normalises over the rows"
+            return None if arguments["dim"] % (rank + 1) > 0 else f"{func} moves the rows"
+        if func is aten.permute.default:
+            return None if arguments["dims"][0] % rank == 0 else f"{func} moves the rows"
+        if func is aten.transpose.int:
+            moved = {arguments["dim0"] % rank, arguments["dim1"] % rank}
+            return f"{func} moves the rows" if 0 in moved and len(moved) > 1 else None
+        if func in _LEFT_PRODUCTS:
+            bias = arguments["self"] if func is aten.addmm.default else None
+            bias_rows = self._meta(bias).shape[:-1] if isinstance(bias, Given | Made) else ()
+            left = given[0] == arguments[_LEFT_PRODUCTS[func]] and all(_is_one(size) for size in bias_rows)
+            return None if left else f"{func} is not known to keep rows apart"
+        if func is aten.native_layer_norm.default:
+            return None if len(arguments["normalized_shape"]) < rank else f"{func} normalises over the rows"
         return f"{func} is not known to keep rows apart"
 
-    def _broadcasts(self, func: Any, args: Any, given: list[torch.Tensor], rank: int) -> str | None:
-        if any(tensor.dim() != rank for tensor in given):
-            return f"{func} broadcasts rows against another dimension"
-        shared = [tensor for tensor in tensors_in(args) if not self.is_row(tensor)]
-        if any(t.dim() > rank or (t.dim() == rank and not _is_one(t.shape[0])) for t in shared):
-            return f"{func} combines the rows with a tensor that has another value for each row"
+    def _broadcasts(self, func: Any, references: list[Any], rank: int) -> str | None:
+        for reference in references:
+            meta, found = self._meta(reference), self.kinds.get(reference)
+            if found is Rows.ROWS and meta.rank != rank:
+                return f"{func} broadcasts rows against another dimension"
+            if found is Rows.VECTOR and rank > 2:
+                return f"{func} broadcasts an operand of each expert's own against other dimensions"
+            shared = found is None and (meta.rank > rank or (meta.rank == rank and not _is_one(meta.shape[0])))
+            if shared:
+                return f"{func} combines the rows with a tensor that has another value for each row"
         return None
 
-    @staticmethod
-    def _along(func: Any, dims: Any, rank: int) -> str | None:
-        if dims is None or dims == _ALL or dims == []:
-            return f"{func} acts across the rows"
-        several = dims if isinstance(dims, Sequence) else [dims]
-        return f"{func} acts across the rows" if any(dim % rank == 0 for dim in several) else None
+
+def _references(value: Any) -> list[Any]:
+    if isinstance(value, Given | Made | Unknown):
+        return [value]
+    if isinstance(value, tuple | list):
+        return [each for item in value for each in _references(item)]
+    return []
+
+
+def _along(func: Any, dims: Any, rank: int) -> str | None:
+    several = dims if isinstance(dims, tuple | list) else [dims]
+    across = not several or any(dim is None or dim % rank == 0 for dim in several)
+    return f"{func} acts across the rows" if across else None
 
 
 def _reads_metadata(func: Any) -> bool:
@@ -196,11 +241,3 @@ def _reads_metadata(func: Any) -> bool:
 
 def _is_one(size: Any) -> bool:
     return isinstance(size, int) and size == 1
-
-
-def _detached(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach()
-    if type(value) in (tuple, list):
-        return type(value)(_detached(item) for item in value)
-    return value

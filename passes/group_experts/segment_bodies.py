@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from glue_compiler.fx.effects import EffectAnalysis, Effects
+from glue_compiler.fx.effects import Effects
 from glue_compiler.passes.group_experts.expert_bodies import BodyMatcher
 from glue_compiler.passes.group_experts.expert_rows import dependents
 from glue_compiler.passes.group_experts.left_alone import LeftAlone
@@ -24,30 +24,30 @@ class Segment(Step):
 
 
 class SegmentBodies(BodyMatcher):
-    """``ends``: nodes that hold rows of several experts; what is computed from them is no expert's."""
+    """Rows come in as pieces, in place of gathered ones."""
 
     def __init__(
         self,
+        gm: fx.GraphModule,
         rows: Sequence[PieceRows],
-        ends: Collection[fx.Node],
+        sets: RowSets,
         effects: dict[fx.Node, Effects],
-        numbers: dict[fx.Node, int],
-        analysis: EffectAnalysis,
+        last: fx.Node,
+        ends: Collection[fx.Node],
     ) -> None:
         self._rows_of = rows
-        self._ends = ends
         self._pieces = {piece.node: piece for each in rows for piece in each.pieces}
-        super().__init__(rows, RowSets(), effects, numbers, analysis, top_k=1)
+        super().__init__(gm, rows, sets, effects, last, ends, top_k=1)
 
     def _dependents(self) -> dict[fx.Node, set[fx.Node]]:
-        return dependents({piece.node: each.root for each in self._rows_of for piece in each.pieces}, self._ends)
+        return dependents({piece.node: each.root for each in self._rows_of for piece in each.pieces}, self.ends)
 
     def _leaf(self, nodes: Nodes) -> Step | None:
         first = self._pieces.get(nodes[0])
         if first is None:
             return None
         pieces = [self._pieces.get(node) for node in nodes]
-        source = self._shared(tuple(piece.source for piece in pieces if piece is not None))
-        if None in pieces or source is None:
+        source = self._shared([piece.rows if piece is not None else None for piece in pieces])
+        if source is None:
             raise LeftAlone("the experts take their rows from different tensors", first.node)
         return Segment(first.node, self._tail(first.node), source)

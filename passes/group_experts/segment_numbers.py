@@ -16,19 +16,20 @@ from glue_compiler.passes.group_experts.pieces import Piece
 
 
 class SegmentNumbers:
-    """``counts``: the vector of row counts; ``rows``: a sympy expression, their sum, or its bound if not ``exact``."""
+    """``vector``: of row counts; ``rows``: a sympy expression, their sum, or its bound if not ``exact``."""
 
     def __init__(
         self,
         boundaries: Boundaries,
         effects: dict[fx.Node, Effects],
-        counts: fx.Node,
+        vector: fx.Node,
         rows: Any,
         exact: bool,
     ) -> None:
         self._boundaries = boundaries
         self._effects = effects
-        self._counts = counts
+        self._vector = vector
+        self._experts = value_of(vector).shape[0]
         self._rows = rows
         self._exact = exact
         self._count_symbols: dict[int, Any] = {}
@@ -37,7 +38,7 @@ class SegmentNumbers:
 
     def trail(self, read: Iterable[fx.Node]) -> set[fx.Node]:
         """``read`` and all that lies between them and the counts, which are in it too."""
-        found = {self._counts}
+        found = {self._vector}
         waiting = list(read)
         while waiting:
             node = waiting.pop()
@@ -53,7 +54,7 @@ class SegmentNumbers:
         items = self._boundaries.items(node)
         sums = items if items is not None else [self._boundaries.of(node)]
         # The counts themselves, under another name, are where the trail ends.
-        if items is not None and node is not self._counts and node.args and not _has_sums(self._boundaries, node):
+        if items is not None and node is not self._vector and self._boundaries.holds_its_own(node):
             return False
         return all(each is not None for each in sums)
 
@@ -124,7 +125,7 @@ class SegmentNumbers:
         return False
 
     def _is_not_negative(self, number: Any) -> bool:
-        counts = [self._count(i) for i in range(value_of(self._counts).shape[0])]
+        counts = [self._count(i) for i in range(self._experts)]
         number = sympy.expand(sympy.sympify(number).xreplace(self._meaning))
         if self._exact:
             *counts, last = counts
@@ -140,9 +141,3 @@ class SegmentNumbers:
             if linear and rest.is_number and rest >= 0 and all(each.is_number and each >= 0 for each in factors):
                 return True
         return False
-
-
-def _has_sums(boundaries: Boundaries, vector: fx.Node) -> bool:
-    """Does a vector hold sums of other vectors' items, and not items of its own?"""
-    items = boundaries.items(vector) or []
-    return any(owner is not vector for each in items for (owner, _), _ in each.items) or not any(i.items for i in items)

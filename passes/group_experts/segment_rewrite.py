@@ -3,43 +3,64 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from glue_compiler.compat import equal_sizes
-from glue_compiler.fx.effects import EffectAnalysis
+from glue_compiler.fx.operators import Operators
 from glue_compiler.fx.values import expression, value_of
+from glue_compiler.passes.group_experts.drafts import Draft, drafted
 from glue_compiler.passes.group_experts.grouped_body import Emitter, GroupedBody
+from glue_compiler.passes.group_experts.left_alone import LeftAlone
 from glue_compiler.passes.group_experts.segment_bodies import Segment
 from glue_compiler.passes.group_experts.segments import SegmentLoop
 from glue_compiler.passes.group_experts.steps import Step
 
 
-def group_segments(gm: fx.GraphModule, loops: Sequence[SegmentLoop], analysis: EffectAnalysis) -> None:
-    """Write the grouped form of each loop where it ends, and erase the loops with the numbers that only they read."""
-    offsets: dict[tuple[fx.Node, int], fx.Node] = {}
-    for loop in loops:
-        emit = Emitter(gm, (*loop.results, loop.last), analysis, loop.autocast)
+def draft_segments(gm: fx.GraphModule, loop: SegmentLoop, operators: Operators, offsets: dict[Any, fx.Node]) -> Draft:
+    """The grouped form, where the loop ends. Raises LeftAlone if it cannot be written.
+
+    Args:
+        offsets: of the loops before, which loops over the same counts share.
+    """
+    known = dict(offsets)
+
+    def write() -> Callable[[], None]:
+        emit = Emitter(gm, (*loop.results, loop.last), operators.analysis, loop.autocast)
         key = (loop.counts, loop.num_experts)
-        if key not in offsets:
-            with gm.graph.inserting_after(loop.counts):
-                offsets[key] = _offsets(emit, loop)
+        if key not in known:
+            with gm.graph.inserting_before(_after(gm, loop.counts)):
+                known[key] = _offsets(emit, loop)
         with gm.graph.inserting_before(loop.last):
             if loop.checks_counts:
                 _check_counts(emit, loop)
-            rows = _GroupedSegments(emit, loop, loop.source, offsets[key]).compute(len(loop.steps) - 1)
+            rows = _GroupedSegments(emit, operators, loop, loop.source, known[key]).compute(len(loop.steps) - 1)
             wanted = value_of(loop.result)
             if value_of(rows).dtype != wanted.dtype:
                 rows = emit.method("to", rows, wanted.dtype)
-        shape_env = getattr(analysis.fake_mode, "shape_env", None)
-        if shape_env is not None:
-            equal_sizes.assume_equal(shape_env, expression(wanted.shape[0]), expression(value_of(loop.source).shape[0]))
-        _replace(gm, loop, rows)
-    _erase_numbers(gm, loops)
-    gm.recompile()
+        got = value_of(rows)
+        if (got.dim(), *map(expression, got.stride())) != (wanted.dim(), *map(expression, wanted.stride())):
+            raise LeftAlone("the rows of all experts have another layout than what they would replace")
+        return lambda: _replace(gm, loop, rows)
+
+    draft = drafted(gm.graph, write)
+    offsets.update(known)
+    shape_env = getattr(operators.analysis.fake_mode, "shape_env", None)
+    if shape_env is not None:
+        sizes = [expression(value_of(node).shape[0]) for node in (loop.result, loop.source)]
+        equal_sizes.assume_equal(shape_env, *sizes)
+    return draft
+
+
+def _after(gm: fx.GraphModule, node: fx.Node) -> fx.Node:
+    """Where what reads ``node`` as it is made may stand; inputs come first."""
+    nodes = iter(gm.graph.nodes)
+    while next(nodes) is not node:
+        pass
+    return next(each for each in nodes if each.op != "placeholder")
 
 
 def _offsets(emit: Emitter, loop: SegmentLoop) -> fx.Node:
@@ -75,7 +96,7 @@ def _replace(gm: fx.GraphModule, loop: SegmentLoop, rows: fx.Node) -> None:
             gm.graph.erase_node(node)
 
 
-def _erase_numbers(gm: fx.GraphModule, loops: Sequence[SegmentLoop]) -> None:
+def erase_numbers(gm: fx.GraphModule, loops: Sequence[SegmentLoop]) -> None:
     """All numbers read from one vector of counts, unless something else needs one of them.
 
     Then the checks stay too: tracing needs to know that the numbers are sizes.
@@ -89,6 +110,7 @@ def _erase_numbers(gm: fx.GraphModule, loops: Sequence[SegmentLoop]) -> None:
         if all(user in left for node in left for user in node.users):
             for node in sorted(left, reverse=True):
                 gm.graph.erase_node(node)
+    gm.recompile()
 
 
 class _GroupedSegments(GroupedBody):

@@ -6,7 +6,6 @@ Their results stand in the same order, joined by ``cat`` or written to the same 
 
 from __future__ import annotations
 
-import operator
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,20 +15,22 @@ import torch
 from torch import fx
 
 from glue_compiler import compat
-from glue_compiler.fx.effects import EffectAnalysis, Kind
-from glue_compiler.fx.spellings import CAT, EMPTY, ZEROS
+from glue_compiler.fx.effects import Kind
+from glue_compiler.fx.operators import Call, Operators, Value
 from glue_compiler.fx.values import expression, source_line, storage_of, storages_of, value_of
 from glue_compiler.graph_pass import Skip
 from glue_compiler.passes.group_experts.boundaries import Boundaries, Boundary
+from glue_compiler.passes.group_experts.copies import Fill, fill_of
 from glue_compiler.passes.group_experts.left_alone import LeftAlone
 from glue_compiler.passes.group_experts.pieces import Extent, Piece, PieceRows, Pieces, Write
 from glue_compiler.passes.group_experts.planner import LoopPlanner, Plan, skip_at
 from glue_compiler.passes.group_experts.row_counts import RowCounts, Total
+from glue_compiler.passes.group_experts.row_sets import RowSets
 from glue_compiler.passes.group_experts.segment_bodies import Segment, SegmentBodies
 from glue_compiler.passes.group_experts.segment_numbers import SegmentNumbers
 from glue_compiler.passes.group_experts.steps import Product, Step
 
-_ARGSORT = {torch.argsort, "argsort"}
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -73,39 +74,35 @@ class SegmentLoop:
         return self.writes[0].into if self.writes else self.last
 
 
-def plan_segments(gm: fx.GraphModule, numbers: dict[fx.Node, int], analysis: EffectAnalysis) -> Plan[SegmentLoop]:
-    """Plan for one graph (bodies of its higher-order operators are graphs of their own).
-
-    Args:
-        numbers: value numbers; nodes with one number compute the same value. May lack nodes.
-    """
-    boundaries = Boundaries(numbers)
-    found = Pieces(boundaries)
+def plan_segments(gm: fx.GraphModule, operators: Operators) -> Plan[SegmentLoop]:
+    """Plan for one graph (bodies of its higher-order operators are graphs of their own)."""
+    boundaries = Boundaries(operators, gm.graph.nodes)
+    found = Pieces(operators, boundaries)
     pieces = [piece for node in gm.graph.nodes if (piece := found.piece(node))]
     if not pieces:
         return Plan[SegmentLoop]()
-    return _Planner(gm, numbers, analysis, boundaries, found, pieces).run()
+    return _Planner(gm, operators, boundaries, found, pieces).run()
 
 
 class _Planner(LoopPlanner):
     def __init__(
         self,
         gm: fx.GraphModule,
-        numbers: dict[fx.Node, int],
-        analysis: EffectAnalysis,
+        operators: Operators,
         boundaries: Boundaries,
         found: Pieces,
         pieces: Sequence[Piece],
     ) -> None:
-        super().__init__(gm, numbers, analysis)
-        self.row_counts = RowCounts(self.nodes, self.effects)
-        self.shape_env = getattr(analysis.fake_mode, "shape_env", None)
+        super().__init__(gm, operators)
+        self.sets = RowSets(operators)
+        self.row_counts = RowCounts(self.sets)
+        self.shape_env = getattr(operators.analysis.fake_mode, "shape_env", None)
         self.boundaries = boundaries
         self.pieces = {piece.node: piece for piece in pieces}
         self.equal_sizes: dict[Any, Any] = {}
         """Number of rows of a loop's result → that of its source, which is the same by the proof."""
         self.writes = [write for node in self.nodes if (write := found.write(node))]
-        self.ends = {write.node for write in self.writes} | {node for node in self.nodes if _joined(node)}
+        self.ends = {write.node for write in self.writes} | {node for node in self.nodes if self._joined(node)}
 
     def run(self) -> Plan[SegmentLoop]:
         plan = Plan[SegmentLoop]()
@@ -128,10 +125,20 @@ class _Planner(LoopPlanner):
                 plan.skips.append(Skip(reason, piece.node.name, source_line(piece.node)))
         return plan
 
+    def _joined(self, node: fx.Node) -> list[fx.Node]:
+        """The tensors that a ``cat`` puts behind each other."""
+        calls = self.operators.calls(node) if node.op.startswith("call_") else None
+        match calls:
+            case [Call(aten.cat | aten.concat | aten.concatenate, {"tensors": tensors, "dim": int(dim)})]:
+                parts = [self.operators.node_of(each) if isinstance(each, Value) else None for each in tensors]
+                found = [part for part in parts if part is not None]
+                return found if dim in (0, -value_of(node).dim()) and len(found) == len(parts) else []
+        return []
+
     def _candidates(self) -> list[tuple[list[fx.Node], list[Write], fx.Node]]:
         """(what each expert gives, the writes of it, the last node): of every cat of rows and every written tensor."""
         found: list[tuple[list[fx.Node], list[Write], fx.Node]] = [
-            (joined, [], node) for node in self.nodes if (joined := _joined(node))
+            (joined, [], node) for node in self.nodes if (joined := self._joined(node))
         ]
         into: dict[fx.Node, list[Write]] = defaultdict(list)
         for write in self.writes:
@@ -158,16 +165,19 @@ class _Planner(LoopPlanner):
 
     def _loop(self, results: list[fx.Node], rows: list[PieceRows], writes: list[Write], last: fx.Node) -> SegmentLoop:
         extents = [each.pieces[0].extent for each in rows]
-        counts = self._counts(extents)
+        counted = self._counts(extents)
+        counts = self.operators.node_of(counted)
+        if counts is None:
+            raise LeftAlone("no node holds the row counts")
         if writes and [write.extent for write in writes] != extents:
             raise LeftAlone("an expert's result is written to other rows than it was computed from")
         if value_of(counts).device != value_of(results[0]).device:
             raise LeftAlone("the row counts are on another device than the rows", counts)
         all_rows = self._rows_of_sources(rows)
-        matcher = SegmentBodies(rows, self.ends, self.effects, self.numbers, self.analysis)
+        matcher = SegmentBodies(self.gm, rows, self.sets, self.effects, last, self.ends)
         steps = matcher.match(results)
         pieces = [piece for each in rows for piece in each.pieces]
-        total = self._total(counts, len(rows), all_rows)
+        total = self._total(counted, len(rows), all_rows)
         covers = total is not None and total.exact
         from_split = any(piece.split is not None for piece in pieces)
         is_checked = not covers and (from_split or (total is not None and self._is_put_back(last, all_rows)))
@@ -203,12 +213,12 @@ class _Planner(LoopPlanner):
             has_rows=(covers or is_checked) and compat.lower_bound(all_rows, self.shape_env) > 0,
         )
 
-    def _total(self, counts: fx.Node, experts: int, all_rows: Any) -> Total | None:
+    def _total(self, counts: Value, experts: int, all_rows: Any) -> Total | None:
         """What the counts of the experts sum to, if it is at most all rows."""
         total = self.row_counts.total(counts)
         if total is None or not bool(total.rows == all_rows):
             return None
-        return Total(total.rows, total.exact and value_of(counts).shape[0] == experts)
+        return Total(total.rows, total.exact and self.operators.meta(counts).shape[0] == experts)
 
     def _is_put_back(self, joined: fx.Node, all_rows: Any) -> bool:
         """``empty_like(joined)[order] = joined`` with all rows' ``order``: raises unless ``joined`` has all rows.
@@ -216,25 +226,32 @@ class _Planner(LoopPlanner):
         ``order`` is an ``argsort``, so it holds the index of the last row.
         """
         for user in joined.users:
-            into, order, value = user.args if user.target is operator.setitem and len(user.args) == 3 else (None,) * 3
-            if value is not joined or not isinstance(into, fx.Node) or not isinstance(order, fx.Node):
-                continue
-            same = into.target in ZEROS | EMPTY and expression(value_of(into).shape[0]) == expression(
-                value_of(joined).shape[0]
+            calls = self.operators.calls(user) if user.op.startswith("call_") else None
+            match calls[-1] if calls else None:
+                case Call(
+                    aten.index_put_,
+                    {"self": Value() as into, "indices": (Value() as order,), "values": value, "accumulate": False},
+                ) if value == self.operators.value(joined):
+                    pass
+                case _:
+                    continue
+            same = self._fill(into) and self.operators.meta(into).shape[0] == expression(value_of(joined).shape[0])
+            call, index = self.operators.does(order), self.operators.meta(order)
+            sorts = call is not None and (
+                call.operator is aten.argsort or (call.operator is aten.sort and order.leaf == 1)
             )
-            index = value_of(order)
-            if not same or order.target not in _ARGSORT or index.dim() != 1:
-                continue
-            is_written = any(storage_of(index) in each.writes for each in self.effects.values())
-            if not is_written and bool(self._size(index.shape[0]) == all_rows):
+            if same and sorts and index.rank == 1 and bool(self._size(index.shape[0]) == all_rows):
                 return True
         return False
 
+    def _fill(self, value: Value) -> Fill | None:
+        return fill_of(self.operators, value)
+
     @staticmethod
-    def _counts(extents: list[Extent]) -> fx.Node:
+    def _counts(extents: list[Extent]) -> Value:
         """The vector whose items, in order, are the lengths of the pieces."""
         at = Boundary()
-        vectors: list[fx.Node] = []
+        vectors: list[Value] = []
         for expert, (start, stop) in enumerate(extents):
             if start != at:
                 where = "the first piece does not begin at row 0" if not expert else "the pieces are not consecutive"
@@ -259,15 +276,14 @@ class _Planner(LoopPlanner):
             raise LeftAlone("the pieces are those of tensors with different numbers of rows", rows[0].root)
         return sizes.pop()
 
-    @staticmethod
-    def _check_rows_beyond(steps: tuple[Step, ...], writes: list[Write], total: Total | None) -> None:
+    def _check_rows_beyond(self, steps: tuple[Step, ...], writes: list[Write], total: Total | None) -> None:
         """The pieces may end before the rows do; then the rows beyond them must have no effect."""
         if total is None:
             raise LeftAlone(
                 "the row counts are not known to be counts of the rows; counts that the same graph makes with one_hot "
                 "and sum, or pieces made by split, would show that they are"
             )
-        if not writes or writes[0].into.target not in ZEROS:
+        if not writes or self._fill(self.operators.value(writes[0].into)) is not Fill.ZEROS:
             raise LeftAlone(
                 "the pieces may end before the rows do, and the result has no zeros there; counts of topk's indices "
                 "would show that they do not"
@@ -296,7 +312,8 @@ class _Planner(LoopPlanner):
         if not writes:
             return
         into = value_of(writes[0].into)
-        if writes[0].into.target not in ZEROS | EMPTY:
+        filled = self._fill(self.operators.value(writes[0].into))
+        if filled not in (Fill.ZEROS, Fill.EMPTY):
             raise LeftAlone("the results are written to a tensor that is not fresh, of zeros or empty", last)
         if not into.is_floating_point() or into.device != given.device:
             raise LeftAlone("the results are written to a tensor of integers, or on another device", last)
@@ -323,15 +340,3 @@ class _Planner(LoopPlanner):
             effects = self.effects[node]
             if effects.kind is Kind.BARRIER or effects.writes & memory:
                 raise LeftAlone("the row counts may change before all of them are read", node)
-
-
-def _joined(node: fx.Node) -> list[fx.Node]:
-    """The tensors that a ``cat`` puts behind each other."""
-    if node.target not in CAT or not node.args or not isinstance(node.args[0], tuple | list):
-        return []
-    dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
-    parts = list(node.args[0])
-    value = value_of(node)
-    if not isinstance(value, torch.Tensor) or dim not in (0, -value.dim()) or "out" in node.kwargs:
-        return []
-    return parts if parts and all(isinstance(part, fx.Node) for part in parts) else []

@@ -2,52 +2,45 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import fx
 
-from glue_compiler.fx.effects import Effects
-from glue_compiler.fx.spellings import TOP_K
-from glue_compiler.fx.values import storage_of, value_of
+from glue_compiler.fx.operators import Operators, Value
+from glue_compiler.passes.group_experts.copies import COPIES, SAME_ELEMENTS
 
-_SAME_NUMBERS = {"to", "long", "int", "contiguous", "clone", "detach", "view", "reshape", "flatten", torch.flatten}
 _INDICES = (torch.int32, torch.int64)
 
 
-def are_distinct(selected: fx.Node, effects: Mapping[fx.Node, Effects]) -> bool:
+def are_distinct(operators: Operators, selected: Value) -> bool:
     """Does each row of ``selected``, ``[tokens, slots]`` or ``[tokens]``, name an expert at most once?
 
-    It does if there is one slot, or if the rows are those of the indices of ``topk``, which nothing writes.
+    It does if there is one slot, or if the rows are those of the indices of ``topk`` along its last dimension.
     """
-    shape = value_of(selected).shape
+    shape = operators.meta(selected).shape
     if len(shape) == 1 or _is_known(shape[-1], 1):
         return True
-    node: Any = selected
-    storages = set()
-    while isinstance(node, fx.Node) and _has_rows_of(node, shape):
-        storages.add(storage_of(value_of(node)))
-        if node.target is operator.getitem and node.args[1] == 1:
-            top: Any = node.args[0]
-            dim = top.args[2] if len(top.args) > 2 else top.kwargs.get("dim", -1)
-            is_written = any(storages & each.writes for each in effects.values())
-            return top.target in TOP_K and dim in (-1, len(shape) - 1) and not is_written
-        if node.target not in _SAME_NUMBERS:
+    value: Any = selected
+    while isinstance(value, Value) and _has_rows_of(operators, value, shape):
+        call = operators.does(value)
+        if call is None:
             return False
-        node = node.args[0]
+        if call.operator is torch.ops.aten.topk:
+            rank = operators.meta(value).rank
+            return value.leaf == 1 and call.arguments["dim"] in (-1, rank - 1)
+        if call.operator not in COPIES and call.overload not in SAME_ELEMENTS:
+            return False
+        value = call.arguments["self"]
     return False
 
 
-def _has_rows_of(node: fx.Node, shape: Any) -> bool:
+def _has_rows_of(operators: Operators, value: Value, shape: tuple[Any, ...]) -> bool:
     """Rows of the same length, in a dtype that holds every index: then it has the same rows."""
-    value = value_of(node)
-    if not isinstance(value, torch.Tensor) or value.dtype not in _INDICES or value.dim() != len(shape):
+    meta = operators.meta(value)
+    if meta.dtype not in _INDICES or not meta.shape:
         return False
-    return isinstance(shape[-1], int) and _is_known(value.shape[-1], shape[-1])
+    return isinstance(shape[-1], int) and _is_known(meta.shape[-1], shape[-1])
 
 
 def _is_known(size: Any, wanted: int) -> bool:
-    """Asks no symbol for its value, so it adds no guard."""
     return type(size) is int and size == wanted

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from glue_compiler.fx.spellings import ADD
+from glue_compiler.fx.operators import Call, Value
 from glue_compiler.fx.values import value_of
 from glue_compiler.passes.group_experts.row_sets import TOKEN, Index, RowSet, RowSets
 
-_INDEX_ADD = {torch.index_add, "index_add", "index_add_"}
-_ADD = ADD | {operator.iadd, "add_", "__iadd__"}
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -33,51 +31,76 @@ class Sink:
 
 
 def find_sink(node: fx.Node, sets: RowSets) -> Sink | None:
-    """The sink that ``node`` is, in any of its spellings."""
-    if node.target in _INDEX_ADD and not node.kwargs and len(node.args) == 4:
-        accumulator, dim, index, added = node.args
-        found = _token_index(index, sets)
-        if found is None or dim != 0 or found.rows.root is index:
-            return None
-        return _checked(Sink(node, accumulator, found.rows, added, in_place=node.target == "index_add_"))  # type: ignore[arg-type]
-    if node.target is operator.setitem and not node.kwargs:
-        accumulator, index, written = node.args
-        found = _token_index(index, sets)
-        return None if found is None else _put(node, accumulator, found, written, sets)
+    """The sink that ``node`` is."""
+    if not node.op.startswith("call_"):
+        return None
+    operators = sets.operators
+    calls = operators.calls(node) or [None]
+    match calls[-1]:
+        case Call(aten.index_add | aten.index_add_ as operator, {"dim": 0, "alpha": 1} as given) if len(calls) == 1:
+            found = sets.index(given["index"])
+            if found is None or found.is_boolean or found.axes != (TOKEN,):
+                return None
+            return _checked(sets, node, found.rows, given["source"], in_place=operator is aten.index_add_)
+        case Call(aten.index_put_, {"indices": indices} as given) if sum(bool(c and c.written) for c in calls) == 1:
+            found = _token_index(indices, sets)
+            if found is None:
+                return None
+            written = _before_broadcast(sets, given["values"], node)
+            if not given["accumulate"]:
+                return _put(node, given["self"], found, written, sets)
+            return None if found.is_boolean else _checked(sets, node, found.rows, written)
     return None
 
 
-def _put(node: fx.Node, accumulator: Any, index: Index, written: Any, sets: RowSets) -> Sink | None:
+def _put(node: fx.Node, accumulator: Value, index: Index, written: Any, sets: RowSets) -> Sink | None:
     """``out[rows] = out[rows] + added``, or ``out[rows] = added``."""
-    if not isinstance(written, fx.Node):
-        return None
-    if written.target in _ADD and len(written.args) == 2 and not written.kwargs:
-        for read, added in (written.args, written.args[::-1]):
+    match sets.operators.does(written) if isinstance(written, Value) else None:
+        case Call(aten.add, {"self": first, "other": second, "alpha": 1}):
+            for read, added in ((first, second), (second, first)):
+                if _reads(read, accumulator, index, sets):
+                    return _checked(sets, node, index.rows, added, parts=(read.node, written.node))
+        case Call(aten.add_, {"self": read, "other": added, "alpha": 1}):
             if _reads(read, accumulator, index, sets):
-                parts = (read, written)
-                return _checked(Sink(node, accumulator, index.rows, added, parts=parts))  # type: ignore[arg-type]
-    return _checked(Sink(node, accumulator, index.rows, written, adds=False))
+                return _checked(sets, node, index.rows, added, parts=(read.node, written.node))
+    return _checked(sets, node, index.rows, written, adds=False)
 
 
-def _reads(node: Any, accumulator: Any, index: Index, sets: RowSets) -> bool:
-    if not isinstance(node, fx.Node) or node.target is not operator.getitem or node.args[0] is not accumulator:
+def _reads(value: Any, accumulator: Value, index: Index, sets: RowSets) -> bool:
+    """Is it ``out[rows]``, of what the accumulator holds where it is written?"""
+    if not isinstance(value, Value) or sets.operators.value(value.node) != value:
         return False
-    found = _token_index(node.args[1], sets)
-    return found is not None and found.rows.root is index.rows.root
+    match sets.operators.does(value):
+        case Call(aten.index, {"self": source, "indices": indices}) if source == accumulator:
+            found = _token_index(indices, sets)
+            return found is not None and found.rows.root is index.rows.root
+    return False
 
 
-def _token_index(index: Any, sets: RowSets) -> Index | None:
-    """The row set, if ``index`` is by token alone."""
-    items = list(index) if isinstance(index, tuple | list) else [index]
-    while len(items) > 1 and (items[-1] is Ellipsis or items[-1] == slice(None)):
-        items.pop()
-    found = sets.index(items[0]) if len(items) == 1 else None
+def _token_index(indices: tuple[Any, ...], sets: RowSets) -> Index | None:
+    """The row set, if what is indexed is indexed by token alone."""
+    first, *rest = indices
+    found = sets.index(first) if all(item is None for item in rest) else None
     return found if found is not None and found.axes == (TOKEN,) else None
 
 
-def _checked(sink: Sink) -> Sink | None:
-    tensors = isinstance(sink.accumulator, fx.Node) and isinstance(sink.added, fx.Node)
-    return sink if tensors and isinstance(value_of(sink.accumulator), torch.Tensor) else None
+def _before_broadcast(sets: RowSets, value: Any, node: fx.Node) -> Any:
+    """What an assignment was given, before it made views of it to fit."""
+    while isinstance(value, Value) and value.node is node and value.step >= 0:
+        call = sets.operators.does(value)
+        if call is None or call.operator not in (aten.view, aten.expand, aten.to):
+            return None
+        value = call.arguments["self"]
+    return value
+
+
+def _checked(sets: RowSets, node: fx.Node, rows: RowSet, added: Any, **how: Any) -> Sink | None:
+    """The tensors by the nodes that are passed."""
+    accumulator = sets.operators.passed_as(node, "self")
+    given = sets.operators.node_of(added) if isinstance(added, Value) else None
+    if accumulator is None or given is None or not isinstance(value_of(accumulator), torch.Tensor):
+        return None
+    return Sink(node, accumulator, rows, given, **how)
 
 
 def chain_starts(sinks: list[Sink]) -> dict[fx.Node, fx.Node]:

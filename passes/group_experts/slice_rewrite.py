@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import fx
 import glue_compiler.ops  # noqa: F401  registers torch.ops.glue
 from glue_compiler.fx.effects import EffectAnalysis
 from glue_compiler.fx.values import value_of
+from glue_compiler.passes.group_experts.drafts import Draft, drafted
 from glue_compiler.passes.group_experts.grouped_body import Emitter
 from glue_compiler.passes.group_experts.row_sets import SLOT, RowSet
 from glue_compiler.passes.group_experts.slices import SlicedRows
@@ -18,13 +20,21 @@ from glue_compiler.passes.group_experts.slices import SlicedRows
 _aten = torch.ops.aten
 
 
-def write_slices(gm: fx.GraphModule, sliced: SlicedRows, analysis: EffectAnalysis) -> None:
-    """Write the sort before the first row set, and each row set as pieces of it, then erase the masks."""
-    emit = Emitter(gm, (sliced.first,), analysis)
-    with gm.graph.inserting_before(sliced.first):
-        columns, counts = _sorted_columns(emit, sliced)
-        sizes = _sizes(emit, counts, columns[0], sliced)
-        pieces = [_split(emit, column, sizes) for column in columns]
+def draft_slices(gm: fx.GraphModule, sliced: SlicedRows, analysis: EffectAnalysis) -> Draft:
+    """The sort before the first row set, and pieces of it for each. Raises LeftAlone if it cannot be written."""
+
+    def write() -> Callable[[], None]:
+        emit = Emitter(gm, (sliced.first,), analysis)
+        with gm.graph.inserting_before(sliced.first):
+            columns, counts = _sorted_columns(emit, sliced)
+            sizes = _sizes(emit, counts, columns[0], sliced)
+            pieces = [_split(emit, column, sizes) for column in columns]
+        return lambda: _put_in(gm, sliced, pieces)
+
+    return drafted(gm.graph, write)
+
+
+def _put_in(gm: fx.GraphModule, sliced: SlicedRows, pieces: list[list[fx.Node]]) -> None:
     for rows, *mine in zip(sliced.rows, *pieces, strict=True):
         _replace(gm, rows, mine)
     masks = {node for rows in sliced.rows for node in rows.mask.nodes}

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from glue_compiler.fx.effects import EffectAnalysis
+from glue_compiler.fx.operators import Operators
 from glue_compiler.fx.values import value_of
 from glue_compiler.passes.group_experts.left_alone import LeftAlone
 from glue_compiler.passes.group_experts.planner import LoopPlanner
-from glue_compiler.passes.group_experts.row_sets import SLOT, TOKEN, RowSet, RowSets
+from glue_compiler.passes.group_experts.row_sets import IDS, SLOT, TOKEN, RowSet, RowSets
 
 _AXES = ((TOKEN,), (TOKEN, SLOT), (SLOT, TOKEN))
 
@@ -43,32 +43,30 @@ class SlicedRows:
         return min(rows.root for rows in self.rows)
 
 
-def plan_slices(
-    gm: fx.GraphModule, numbers: dict[fx.Node, int], analysis: EffectAnalysis, grouped: Collection[fx.Node]
-) -> list[SlicedRows]:
-    """Args: numbers: value numbers; may lack nodes. grouped: nodes that are gone once the grouped loops are written."""
-    sets = RowSets()
-    found = [rows for node in gm.graph.nodes if node not in grouped and (rows := sets.row_set(node))]
+def plan_slices(gm: fx.GraphModule, operators: Operators, grouped: Collection[fx.Node]) -> list[SlicedRows]:
+    """Args: grouped: nodes that are gone once the grouped loops are written."""
+    sets = RowSets(operators)
+    nodes = [node for node in gm.graph.nodes if node in operators.numbering.numbers and node not in grouped]
+    found = [rows for node in nodes if (rows := sets.row_set(node))]
     families: dict[object, list[RowSet]] = defaultdict(list)
     seen: Counter[object] = Counter()
     for rows in found:
-        if _is_of_indices(rows):
-            key = (numbers.get(rows.mask.selected, rows.mask.selected), rows.mask.axes)
+        if _is_of_indices(rows, operators):
+            key = (operators.number(rows.mask.selected), rows.mask.axes)
             # Two loops over one routing have two row sets for each expert, whose numbers have two names.
             seen[key, rows.expert] += 1
             families[key, seen[key, rows.expert]].append(rows)
     several = [family for family in families.values() if len(family) > 1]
     if not several:
         return []
-    planner = LoopPlanner(gm, numbers, analysis)
+    planner = LoopPlanner(gm, operators)
     return [sliced for family in several if (sliced := _sliced(family, planner)) is not None]
 
 
-def _is_of_indices(rows: RowSet) -> bool:
+def _is_of_indices(rows: RowSet, operators: Operators) -> bool:
     """``where`` or ``nonzero`` of one expert, in a form whose order is known, and that a slice can stand for."""
     value = value_of(rows.root)
-    selected = value_of(rows.mask.selected)
-    if rows.mask.axes not in _AXES or rows.mask.any_slot or selected.dtype not in (torch.int32, torch.int64):
+    if rows.mask.axes not in _AXES or rows.mask.any_slot or operators.meta(rows.mask.selected).dtype not in IDS:
         return False
     if isinstance(value, torch.Tensor):
         return value.dim() == 2
@@ -89,4 +87,5 @@ def _sliced(family: list[RowSet], planner: LoopPlanner) -> SlicedRows | None:
     except LeftAlone:
         return None
     mask = family[0].mask
-    return SlicedRows(mask.selected, mask.axes, experts[0], tuple(in_order))
+    selected = planner.operators.operand(mask.selected, min(rows.root for rows in family))
+    return SlicedRows(selected, mask.axes, experts[0], tuple(in_order)) if selected is not None else None

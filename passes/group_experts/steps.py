@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
-from glue_compiler.fx.spellings import ADD
-from glue_compiler.fx.values import value_of
+from glue_compiler.fx.operators import Operators
+from glue_compiler.fx.values import leaves, value_of
 
 Nodes = tuple[fx.Node, ...]
 """One node for each expert, in the order of the experts."""
@@ -40,10 +41,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Vector:
-    """A per-expert operand of an elementwise step, repeated for the rows of its expert; ``shape``: of one expert's."""
+    """A per-expert operand of an elementwise step, repeated for the rows of its expert.
+
+    ``shape``: of one expert's; ``tail``: of a row of the repeated one.
+    """
 
     values: PerExpert
     shape: tuple[int, ...]
+    tail: tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,8 +103,9 @@ class Product(Step):
 
 @dataclass(frozen=True, eq=False)
 class RowWise(Step):
-    """The call as it is, with all rows in place of one expert's; ``target`` is the out-of-place form."""
+    """The call as it is, with all rows in place of one expert's; ``op`` and ``target`` are the out-of-place form's."""
 
+    op: str
     target: Any
     args: Any
     kwargs: Any
@@ -128,17 +134,35 @@ def rows_of(step: Step) -> list[Row]:
     return found
 
 
-def fold_biases(steps: list[Step]) -> tuple[Step, ...]:
+def sum_of(step: Step, operators: Operators) -> tuple[Any, Any] | None:
+    """The two operands, if the step is ``a + b``."""
+    return _operands_of(step, operators, (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor))
+
+
+def product_of(step: Step, operators: Operators) -> tuple[Any, Any] | None:
+    """The two operands, if the step is ``a * b``, element by element."""
+    return _operands_of(step, operators, (torch.ops.aten.mul.Tensor, torch.ops.aten.mul_.Tensor))
+
+
+def _operands_of(step: Step, operators: Operators, overloads: tuple[Any, ...]) -> tuple[Any, Any] | None:
+    calls = operators.calls(step.node) if isinstance(step, RowWise) else None
+    if not calls or len(calls) != 1 or calls[0].overload not in overloads or calls[0].arguments.get("alpha", 1) != 1:
+        return None
+    # Both commute, so it does not matter which operand is which.
+    found = [operand for operand in leaves([step.args, step.kwargs]) if isinstance(operand, Row | Vector)]
+    return (found[0], found[1]) if len(found) == 2 else None
+
+
+def fold_biases(steps: list[Step], operators: Operators) -> tuple[Step, ...]:
     """``x @ W[e] + b[e]`` as one product with a bias, where nothing else uses the product.
 
-    The sum is rounded once instead of twice. The product's own step stays, for nobody.
+    The sum is rounded once instead of twice. The product's own step stays as dead code, which is not written.
     """
     uses = [row.step for step in steps for row in rows_of(step)]
     folded = list(steps)
     for i, step in enumerate(steps):
-        if not isinstance(step, RowWise) or step.target not in ADD or len(step.args) != 2 or step.kwargs:
-            continue
-        for rows, vector in (step.args, step.args[::-1]):
+        operands = sum_of(step, operators)
+        for rows, vector in (operands, operands[::-1]) if operands is not None else ():
             product = steps[rows.step] if isinstance(rows, Row) else None
             if not isinstance(product, Product) or product.bias is not None or not isinstance(vector, Vector):
                 continue

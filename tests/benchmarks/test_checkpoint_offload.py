@@ -10,7 +10,8 @@ import torch
 from benchmarks.checkpoint_decoder import SIZES, Decoder, Shape, batch_of
 from benchmarks.checkpoint_length import GRAIN, longest
 from benchmarks.checkpoint_numerics import errors, results
-from benchmarks.checkpoint_offload import clean_up, main, measure
+from benchmarks.checkpoint_offload import main, measure
+from benchmarks.checkpoint_rows import clean_up
 
 TINY = Shape(**{**SIZES["tiny"], "layers": 2}, batch=1, tokens=16)
 

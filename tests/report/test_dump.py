@@ -1,5 +1,6 @@
 """Graph dumps: readable, runnable, and a summary that is always complete."""
 
+import gc
 import json
 import os
 import re
@@ -11,7 +12,6 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from glue_compiler.report.dump import render_graph
-from glue_compiler.report.session import Session
 from tests.passes.hoist_metadata.test_checkpoint_bodies import checkpointed
 from tests.passes.hoist_metadata.test_one_graph import layer_inputs, packed_layer, positions_of, two_layers
 
@@ -131,23 +131,6 @@ os.kill(os.getpid(), 9)
     assert len(json.loads((tmp_path / "summary.json").read_text())["graphs"]) == 1
 
 
-def test_a_later_process_replaces_the_dump_and_keeps_other_files(tmp_path):
-    compile_and_call(two_layers, tmp_path, *inputs())
-    foreign = tmp_path / "notes.txt"
-    foreign.write_text("mine")
-    Session(tmp_path)
-    assert foreign.read_text() == "mine"
-    assert not list(tmp_path.glob("graph_*/*.py"))
-
-
-def test_each_rank_of_a_distributed_job_has_its_own_folder(tmp_path, monkeypatch):
-    from glue_compiler.report.session import session_for
-
-    monkeypatch.setenv("RANK", "3")
-    session = session_for(str(tmp_path / "dump"))
-    assert session.folder == tmp_path / "dump" / "rank_3"
-
-
 def test_the_same_goes_to_torchs_structured_trace(tmp_path):
     script = """
 import torch
@@ -187,3 +170,106 @@ def test_inputs_that_are_no_tensors(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout == "output 0: (3,)\noutput 1: None\n"
     assert "None,  # unknown: object" in path.read_text()
+
+
+class Scale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, y):
+        ctx.save_for_backward(x, y)
+        return x * y.sin(), x + 1
+
+    @staticmethod
+    def backward(ctx, first, second):
+        x, y = ctx.saved_tensors
+        return first * y.sin() + second, first * x * y.cos()
+
+
+def load(path):
+    names = {"__name__": "loaded"}
+    exec(compile(path.read_text(), str(path), "exec"), names)
+    return names
+
+
+def test_the_bodies_of_an_autograd_function_run_forward_and_backward(tmp_path):
+    x, y = (torch.randn(3, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    compile_and_call(lambda x, y: sum(Scale.apply(x, y)), tmp_path, x, y)
+    graph = load(next((tmp_path / "graph_000").iterdir()))["make_graph"]()
+    found = torch.autograd.grad(graph(x, y)[0].sum(), (x, y))
+    assert all(map(torch.equal, found, torch.autograd.grad(sum(Scale.apply(x, y)).sum(), (x, y))))
+
+
+@pytest.fixture
+def own_operator(tmp_path, monkeypatch):
+    """A package that registers an operator, where a new process can import it."""
+    (tmp_path / "registers.py").write_text(
+        """
+import torch
+@torch.library.custom_op("glue_test_dump::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor: return x * 2
+@twice.register_fake
+def _(x): return torch.empty_like(x)
+"""
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    import registers
+
+    yield registers.twice
+    sys.modules.pop("registers", None)
+    del registers.twice
+    gc.collect()  # torch knows the operator by a weak reference
+
+
+def test_a_file_imports_what_registers_its_operators_or_says_what_to_import(own_operator, tmp_path, monkeypatch):
+    compile_and_call(lambda x: own_operator(x) + 1, tmp_path / "dump", torch.ones(3))
+    path = tmp_path / "dump" / "graph_000" / "00_unchanged.py"
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    done = run_file(path)
+    assert done.stdout == "output 0: (3,)\n", done.stderr
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules.pop("registers"))  # a script that nobody can import
+    compile_and_call(lambda x: own_operator(x) + 2, tmp_path / "dump", torch.ones(3))
+    done = run_file(tmp_path / "dump" / "graph_001" / "00_unchanged.py")
+    assert "this graph calls glue_test_dump::twice, registered at" in done.stderr
+
+
+def graph_of_constants(*constants):
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(1)
+    found = [graph.get_attr(name) for name in constants]
+    graph.output(tuple(graph.call_function(torch.mul, (x, constant)) for constant in found))
+    return graph
+
+
+def test_a_large_constant_is_the_same_in_each_file_whatever_is_drawn_before_it(tmp_path):
+    root = torch.nn.Module()
+    root.a, root.b, root.c = (torch.nn.Buffer(torch.randn(100)) for _ in range(3))
+    texts = [render_graph(torch.fx.GraphModule(root, graph_of_constants(*names))) for names in ("abc", "ca")]
+    first, second = (load(written(tmp_path / f"{i}.py", text))["make_graph"]() for i, text in enumerate(texts))
+    assert torch.equal(first.a, second.a)
+    assert torch.equal(first.c, second.c)
+    assert not torch.equal(first.a, first.b)
+
+
+def written(path, text):
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_complex_constants_that_are_not_finite(tmp_path):
+    root, values = torch.nn.Module(), [complex("nan+infj"), complex("-inf-nanj"), 1 - 2j]
+    root.a = torch.nn.Buffer(torch.tensor(values))
+    path = written(tmp_path / "graph.py", render_graph(torch.fx.GraphModule(root, graph_of_constants("a"))))
+    found = load(path)["make_graph"]().a
+    for part in (torch.real, torch.imag):
+        torch.testing.assert_close(part(found), part(root.a), equal_nan=True)
+
+
+@pytest.mark.parametrize("ambient", [True, False])
+def test_the_modes_around_a_graph_are_those_of_its_capture(ambient, tmp_path):
+    x, weight = torch.randn(4, 4), torch.randn(4, 4)
+    with torch.autocast("cpu", torch.bfloat16, enabled=ambient), torch.set_grad_enabled(not ambient):
+        compile_and_call(torch.matmul, tmp_path, x, weight)
+    names = load(tmp_path / "graph_000" / "00_unchanged.py")
+    with names["inside"](names["make_modes"]()):
+        assert names["make_graph"]()(x, weight)[0].dtype == (torch.bfloat16 if ambient else torch.float32)
+        assert torch.is_grad_enabled() != ambient

@@ -8,14 +8,14 @@ reads the condition at each branch; the guard reads it once a call, whatever the
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 
+from glue_compiler import compat
 from glue_compiler.compat import branch_guards, fake_mode_of
 from glue_compiler.fx.bodies import is_higher_order
 from glue_compiler.fx.effects import EffectAnalysis, Kind
@@ -68,18 +68,15 @@ class Condition:
 
 
 @dataclass
-class GuardedBranches:
+class GuardedBranches(compat.TracingObserver):
     """The decisions for one graph that is being traced."""
 
     _output: Any = None
     _decided: dict[Any, bool] = field(default_factory=dict)
 
-    @contextlib.contextmanager
-    def capturing(self) -> Iterator[None]:
-        with branch_guards.traced_branches(self._decide):
-            yield
-
-    def _decide(self, frame: Any, node: fx.Node) -> bool | None:
+    def decide(self, frame: Any, at: int | None, node: fx.Node, expression: Any) -> bool | None:
+        if not branch_guards.BRANCHES.is_available() or (at is not None and compat.is_assertion(frame, at)):
+            return None
         if frame.output is not self._output:  # Dynamo starts again after a failed speculation
             self._output, self._decided = frame.output, {}
         condition = condition_of(frame, node)
@@ -164,7 +161,7 @@ def _operators_behind(frame: Any, node: fx.Node) -> list[fx.Node] | None:
             return None
         if effects is None:
             effects = EffectAnalysis(fake_mode_of(tensors_in([value_of(node), *map(value_of, node.all_input_nodes)])))
-        found = effects.of(frame.output.root_tracer.graph, node)
+        found = effects.of(None, node)  # of integers, which no autocast changes
         tensors = tensors_in(value_of(node))
         if found.kind is not Kind.PURE or any(_is_written(t) or unbacked_in(t) for t in tensors):
             return None
