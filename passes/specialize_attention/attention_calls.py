@@ -77,7 +77,9 @@ def attention_sites(scope: Scope, reader: IndexReader) -> Iterator[AttentionSite
     operators = reader.operators
     for node in scope.module.graph.nodes:
         found = value_of(node)
-        if not node.op.startswith("call_") or not isinstance(found, torch.Tensor) or found.dim() != 4:
+        if not node.op.startswith("call_") or not isinstance(found, torch.Tensor):
+            continue
+        if found.dim() != 4 or not found.is_floating_point():
             continue
         value = operators.value(node)
         call = operators.does(value) if value.node is node else None

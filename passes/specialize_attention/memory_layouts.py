@@ -23,9 +23,20 @@ def layout_of(tensor: Tensor) -> Layout | None:
 
 
 def has_layout(shape: Sequence[Any], strides: Sequence[Any], layout: Layout) -> bool:
+    """For tensors of at least one element."""
     step: Any = 1
     for dim in reversed(layout):
-        if shape[dim] != 1 and sympy.expand(strides[dim] - step) != 0:
+        if shape[dim] != 1 and sympy.expand(_of_elements(strides[dim]) - step) != 0:
             return False
         step = step * shape[dim]
     return True
+
+
+def _of_elements(stride: Any) -> Any:
+    """Without the ``max(1, size)`` that torch writes for sizes that may be 0."""
+    if not isinstance(stride, sympy.Basic):
+        return stride
+    return stride.replace(
+        lambda part: part.func.__name__ == "Max" and len(part.args) == 2 and sympy.S.One in part.args,
+        lambda part: next(size for size in part.args if size != 1),
+    )

@@ -10,15 +10,22 @@ import torch
 from torch import fx
 
 from glue_compiler import compat
+from glue_compiler.fx.modes import Mode
 from glue_compiler.fx.value_numbering import Scope
 from glue_compiler.fx.values import value_of
 
 
 @dataclass
 class NodeMaker:
-    """Nodes come to be where their graph inserts. ``meta``: what they get on record beside their values."""
+    """Nodes come to be where their graph inserts.
+
+    Attributes:
+        mode: of autograd and autocast, at that place.
+        meta: what nodes get on record beside their values.
+    """
 
     fake_mode: Any
+    mode: Mode = field(default_factory=Mode)
     meta: dict[str, Any] = field(default_factory=dict)
     _operands: dict[tuple[Scope, fx.Node], fx.Node] = field(default_factory=dict)
 
@@ -31,7 +38,7 @@ class NodeMaker:
     def _made(self, node: fx.Node) -> fx.Node:
         args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
         shape_env = getattr(self.fake_mode, "shape_env", None)
-        with compat.speculation(self.fake_mode, shape_env):
+        with self.mode.entered(), compat.speculation(self.fake_mode, shape_env):
             if node.op == "call_method":
                 value = getattr(args[0], str(node.target))(*args[1:], **kwargs)
             else:
