@@ -283,4 +283,4 @@ def _is_flat(values: Any) -> bool:
     return all(not isinstance(item, tuple | list | dict) for item in values)
 
 
-__all__ = ["Call", "Operators", "Unknown", "Value"]
+__all__ = ["FOUND", "OWN", "Call", "Operators", "Unknown", "Value", "given_leaves"]

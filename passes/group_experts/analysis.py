@@ -181,6 +181,8 @@ class _Planner(LoopPlanner):
         mask = row_sets[0].mask
         experts = [rows.expert for rows in row_sets]
         first = min(experts)
+        for node in self.sets.written:
+            raise LeftAlone("a mask of experts is written while the loop runs, or before it", node)
         if first < 0 or sorted(experts) != list(range(first, first + len(experts))):
             raise LeftAlone(f"its row sets are those of the experts {experts}, not of a range of them, each once")
         if any((rows.mask.axes, rows.mask.any_slot) != (mask.axes, mask.any_slot) for rows in row_sets):

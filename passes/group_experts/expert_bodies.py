@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from glue_compiler.fx.effects import Effects, Kind
-from glue_compiler.fx.operators import Call, Operators, Value
+from glue_compiler.fx.operators import FOUND, Call, Operators, Value
 from glue_compiler.fx.values import expression, tensors_in, value_of
 from glue_compiler.passes.group_experts.copies import SAME_ELEMENTS
 from glue_compiler.passes.group_experts.expert_rows import ExpertRows, dependents
@@ -68,6 +68,7 @@ class BodyMatcher:
         self.top_k = top_k
         self.counts = [rows.count for rows in row_sets]
         self.dependent = self._dependents()
+        self._rows_alone = self.dependent.keys() - set(ends)
         self.body: set[fx.Node] = set()
         self.peeled: set[fx.Node] = set()
         self._steps: list[Step] = []
@@ -149,11 +150,13 @@ class BodyMatcher:
     def _gather(self, nodes: Nodes) -> Step | None:
         first = nodes[0]
         pairs = zip(nodes, self.row_sets, strict=True)
-        each = [found for node, rows in pairs if (found := gathered(node, rows, self.sets, self.dependent))]
+        each = [found for node, rows in pairs if (found := gathered(node, rows, self.sets, self._rows_alone))]
         if len(each) < len(nodes):
             return None
         described = {(one.dims, one.new_dims, one.is_leading) for one in each}
         source = self._gathered_from(nodes, each) if len(described) == 1 else None
+        if source is None and len({self.operators.storage(one.source) for one in each} - {None}) == 1:
+            raise LeftAlone("what the body gathers from is written while the loop runs", first)
         if source is None:
             raise LeftAlone("the experts index different tensors, or in different ways", first)
         value, dims = value_of(source), each[0].dims
@@ -223,6 +226,8 @@ class BodyMatcher:
     def _row_operands(self, nodes: Nodes, name: str) -> Nodes | None:
         """The nodes of an operand of all experts' calls, if it is made of their rows."""
         values = self._operands_of(nodes, name)
+        if any(isinstance(value, Value) and value.step == FOUND for value in values):
+            raise LeftAlone("an operand of the loop is written while the loop runs", nodes[0])
         found = [self.operators.node_of(value) if isinstance(value, Value) else None for value in values]
         sources = tuple(node for node in found if node is not None and node in self.dependent)
         return sources if len(sources) == len(nodes) else None

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from glue_compiler.compat import equal_sizes
-from glue_compiler.fx.operators import Call, Operators, Value
+from glue_compiler.fx.operators import FOUND, Call, Operators, Value
 from glue_compiler.fx.values import expression
 from glue_compiler.passes.group_experts.copies import COPIES, SAME_ELEMENTS
 from glue_compiler.passes.group_experts.selected_experts import are_distinct
@@ -73,10 +73,14 @@ class Index:
 
 
 class RowSets:
-    """Recognises masks, row sets and their index vectors; remembers what it has seen. Changes nothing."""
+    """Recognises masks, row sets and their index vectors; remembers what it has seen. Changes nothing.
+
+    ``written``: nodes that were masks before something wrote them.
+    """
 
     def __init__(self, operators: Operators) -> None:
         self.operators = operators
+        self.written: set[fx.Node] = set()
         self._masks: dict[Value, Mask | None] = {}
         self._row_sets: dict[Value, RowSet | None] = {}
 
@@ -164,6 +168,8 @@ class RowSets:
         return self._masks[value]
 
     def _mask(self, value: Value) -> Mask | None:
+        if value.step == FOUND and self.mask(self.operators.value(value.node)) is not None:
+            self.written.add(value.node)
         match self.operators.does(value):
             case Call(aten.one_hot, {"self": Value() as selected, "num_classes": int(classes)}) if classes >= 1:
                 axes = _AXES_OF_SELECTED.get(self.operators.meta(selected).rank)

@@ -192,7 +192,7 @@ def shared_gradient_with_unrouted_slots(x, selected, weights, gate_up, down):
 
 
 NEAR_MISSES = {
-    reads_the_accumulator: "another number of rows|accumulator is read",
+    reads_the_accumulator: "gathers from is written while the loop runs",
     sums_the_accumulator: "accumulator is read",
     another_activation: "the experts' bodies differ: 'silu' in that of expert 0, 'relu' in that of expert 2",
     another_constant: "different constants",

@@ -54,6 +54,18 @@ def _top_k(axis):
     return loop
 
 
+def _permuted(**how):
+    def loop(x, selected, weights, gate_up, down):
+        mask = F.one_hot(selected, num_classes=EXPERTS).permute(**how)
+        out = torch.zeros_like(x)
+        for expert in range(EXPERTS):
+            token, slot = torch.where(mask[expert])
+            _body(x, weights, gate_up, out, token, slot, expert)
+        return out
+
+    return loop
+
+
 def _sum(**how):
     def loop(x, selected, weights, gate_up, down):
         selected = weights.detach().topk(EXPERTS, dim=-1).indices
@@ -315,6 +327,7 @@ def promoted(rows, weight, expert):
 GROUPED = {
     "topk, axis=1": _top_k(1),
     "sum, axis=-1": _sum(axis=-1),
+    "permute(dims=)": _permuted(dims=(2, 0, 1)),
     "index_add_, alpha=1": _index_add(alpha=1),
     "index_put_, accumulate": _index_put(True),
     "routing written before": _written_routing("before"),
