@@ -1,4 +1,4 @@
-# Two commands matter: `make demo` runs the main job, `make test` checks everything. Both set up .venv first.
+# Two commands matter: `make demo` runs the main job, `make test` checks all but what is slow. Both set up .venv first.
 
 PYTHON ?= python3
 # pip options for torch alone, such as --index-url for a CPU build; empty: the build that pip finds by itself.
@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraint
 # Threads that spin while they wait take the core away from what they wait for, where cores are few or shared.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo docs test test-transformers4 lint types clean
+.PHONY: demo docs test test-all test-transformers4 fuzz lint types clean
 
 # torch goes first and pinned, so that nothing installed later chooses another build of it.
 $(VENV)/.installed: pyproject.toml setup.py constraints.txt
@@ -40,8 +40,18 @@ docs: $(VENV)/.installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # Tests spend their time in Python, tracing graphs, on one core each: two workers, and one torch thread in each.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
 test: lint types docs
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+	$(PYTEST) -m "not slow"
+
+test-all: lint types docs
+	$(PYTEST)
+
+# Random programs against eager, for so many seconds, with a seed of their own that is printed.
+FUZZ_SECONDS ?= 300
+fuzz: $(VENV)/.installed
+	$(BIN)/python -m glue_compiler.testing.fuzz --seconds $(FUZZ_SECONDS) --seed $$(od -An -N4 -tu4 /dev/urandom | tr -d ' ')
 
 # The loops that transformers 4 writes, in an environment of its own.
 test-transformers4:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from benchmarks.checkpoint_decoder import Decoder, Shape, batch_of
+from benchmarks.checkpoint_rows import clean_up, prepare, stepper
 
 GRAIN = 1024
 """Lengths are multiples of so many tokens."""
@@ -39,7 +40,6 @@ def print_longest(rows: Sequence[str], shape: Shape, budget: str, device: torch.
     Raises:
         RuntimeError: without a GPU.
     """
-    from benchmarks.checkpoint_offload import clean_up
     from glue_compiler.options import parse_bytes
 
     if device.type != "cuda":
@@ -54,8 +54,6 @@ def print_longest(rows: Sequence[str], shape: Shape, budget: str, device: torch.
 
 
 def _longest_of(row: str, shape: Shape, device: torch.device) -> int:
-    from benchmarks.checkpoint_offload import prepare, stepper
-
     limit = 2**17  # one more, and Inductor would need 64-bit indices for the MLP, which is another compile
     model = Decoder(dataclasses.replace(shape, tokens=limit), device)
     call, context = prepare(row, model)

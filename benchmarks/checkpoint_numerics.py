@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.checkpoint_decoder import Decoder, Shape, batch_of
+from benchmarks.checkpoint_rows import clean_up, prepare
 
 ROWS = ("none", "glue", "layers-none", "layers-glue")
 
@@ -38,7 +39,6 @@ def errors(got: dict[str, Tensor], reference: dict[str, Tensor]) -> tuple[float,
 
 def print_numerics(shape: Shape, repeats: int, device: torch.device) -> None:
     """Errors against eager fp64; then ``repeats`` steps, bit by bit, with deterministic algorithms."""
-    from benchmarks.checkpoint_offload import clean_up, prepare
     from glue_compiler.ops.copy_engine import engine
 
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

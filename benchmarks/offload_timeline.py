@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from benchmarks.checkpoint_decoder import Decoder, Shape, add_shape_arguments, batch_of, shape_of
-from benchmarks.checkpoint_offload import stepper
+from benchmarks.checkpoint_rows import stepper
 from benchmarks.profiler_trace import MeasuredStep, read_step
 from benchmarks.timeline_svg import Panel, Span, draw
 from glue_compiler.passes.overlap_offload.plan import OffloadPlan, plan_offload

@@ -13,6 +13,7 @@ from glue_compiler.fuel import Fuel
 if TYPE_CHECKING:
     from torch import fx
 
+    from glue_compiler.capture.regions import SpeculativeRegion
     from glue_compiler.fx.effects import EffectAnalysis
     from glue_compiler.fx.training_pair import TrainingPair
     from glue_compiler.options import GlueOptions
@@ -68,12 +69,17 @@ class Prologue:
 
 @dataclass(frozen=True)
 class PassResult:
-    """What a pass did: ``changed`` must be true if anything in the graph is different."""
+    """What a pass did: ``changed`` must be true if anything in the graph is different.
+
+    ``proved``: the speculative regions (``capture/regions.py``) of which the pass has proved that running their code
+    where eager does not run it does nothing. It holds if the pass is not rolled back.
+    """
 
     changed: bool
     counts: Mapping[str, int] = field(default_factory=dict)
     skips: tuple[Skip, ...] = ()
     prologue: Prologue | None = None
+    proved: tuple[SpeculativeRegion, ...] = ()
 
 
 @dataclass(frozen=True)

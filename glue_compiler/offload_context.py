@@ -52,8 +52,28 @@ def offload_checkpoints(pinned_limit: int | None = None) -> Iterator[None]:
     chain.finish()
 
 
-def _unpack(saved: Tensor | SavedInput) -> Tensor:
-    return saved.take() if isinstance(saved, SavedInput) else saved
+def _unpack(saved: SavedInput | KeptValue) -> Tensor:
+    return saved.take()
+
+
+class KeptValue:
+    """A saved value that stays where it is.
+
+    Without hooks, autograd saves a node's output without its way back to the node, which would keep both for ever, and
+    refuses to run a backward over a value that was changed in place. With hooks, both are left to them.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor if tensor.is_leaf else tensor.detach()  # the same memory and version counter
+        self._version = tensor._version
+
+    def take(self) -> Tensor:
+        if self._tensor._version != self._version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"{tuple(self._tensor.shape)} is at version {self._tensor._version}; expected version {self._version}"
+            )
+        return self._tensor
 
 
 class SavedInput:
@@ -63,7 +83,9 @@ class SavedInput:
         self._copies = copies
         self._device = tensor.device
         self._version = tensor._version
-        self._source: Tensor | None = tensor
+        self._argument = weakref.ref(tensor)
+        # Detached: an input that the region writes becomes an output of it, which would then keep itself.
+        self._source: Tensor | None = tensor.detach()
         self._host: Tensor | None = None
         self._buffer: Tensor | None = None
         self._changed = False
@@ -73,15 +95,15 @@ class SavedInput:
 
     def stay_for(self, saved: Tensor, call: SavingCall) -> None:
         """Do not move, if the call that this is an argument of saves so large a value besides."""
-        source = self._source
-        if source is not None and source.nbytes <= saved.nbytes and call.is_given(source):
+        argument = self._argument()
+        if argument is not None and argument.nbytes <= saved.nbytes and call.is_given(argument):
             self._stays = True
 
     def offload(self, pinned_limit: int | None) -> None:
         """Start the copy to the host. The source stays until :meth:`drop_source`."""
         if self._source is not None and self._host is None and not self._stays:
             self._note_change()
-            self._host = self._copies.start_offload(self._source.detach(), pinned_limit)
+            self._host = self._copies.start_offload(self._source, pinned_limit)
 
     def drop_source(self) -> None:
         """The current stream waits for the copy, and the device memory may go."""
@@ -127,20 +149,20 @@ class _Chain:
         self._in_flight: deque[weakref.ref[SavedInput]] = deque()
         self._warned = False
 
-    def pack(self, tensor: Tensor) -> Tensor | SavedInput:
+    def pack(self, tensor: Tensor) -> SavedInput | KeptValue:
         call = checkpoint_calls.saving_call()
         if call is None:
             # Behind a region, such as the loss: its compute has hidden the copies that it found.
             self.finish()
-            return tensor
+            return KeptValue(tensor)
         last = self._last() if self._last is not None else None
         if not call.is_given(tensor):
             # A compiled graph that does not compute everything again is no checkpointed region.
             if last is not None:
                 last.stay_for(tensor, call)
-            return tensor
+            return KeptValue(tensor)
         if not self._is_moved(tensor) or not self._has_copies(tensor.device):
-            return tensor
+            return KeptValue(tensor)
         saved = SavedInput(tensor, last, self._copies)
         self._last = weakref.ref(saved)
         if last is not None:  # it is not the last region's: that one stays

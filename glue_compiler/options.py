@@ -121,9 +121,16 @@ def extra_passes_in(options: Mapping[str, Any] | None, environment: Mapping[str,
     return _extra_passes((options or {}).get("extra_passes", environment.get("GLUE_EXTRA_PASSES", ())), ())
 
 
+MOST_BYTES = 2**63 - 1
+
+
 def parse_bytes(value: int | str) -> int:
-    """``"64MiB"``, ``"1.5 GB"`` or an int → bytes."""
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+    """``"64MiB"``, ``"1.5 GB"`` or an int → bytes.
+
+    Raises:
+        GlueOptionError: for anything else, such as more than an address can hold.
+    """
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_BYTES:
         return value
     match = (
         re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", value, re.IGNORECASE)
@@ -131,9 +138,27 @@ def parse_bytes(value: int | str) -> int:
         else None
     )
     if not match:
-        raise GlueOptionError(f"{value!r} is not a number of bytes; write an int, or a string such as '64MiB'")
+        raise GlueOptionError(
+            f"{shortened(repr(value))} is not a number of bytes; write an int, or a string such as '64MiB'"
+        )
     number, prefix, binary = match.groups()
-    return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(prefix.upper() or " "))
+    found = float(number) * (1024 if binary else 1000) ** " KMGT".index(prefix.upper() or " ")
+    if found > MOST_BYTES:
+        raise GlueOptionError(f"'{shortened(value)}' is more bytes than there can be; write for example '24GiB'")
+    return int(found)
+
+
+def _budget(value: Any, _: Collection[str]) -> int | None:
+    if value is None:
+        return None
+    found = parse_bytes(value)
+    if isinstance(value, str) and value.strip().isdecimal() and 0 < found < 2**20:
+        raise GlueOptionError(f"{value!r} has no unit; write '{value.strip()}GiB', or an int for a number of bytes")
+    return found
+
+
+def shortened(text: str, most: int = 40) -> str:
+    return text if len(text) <= most else f"{text[:most]}..."
 
 
 def _passes(value: Any, pass_names: Collection[str]) -> dict[str, bool]:
@@ -212,8 +237,8 @@ _CONVERT = {
     "assume": _assume,
     "memoize_threshold": lambda value, _: parse_bytes(value),
     "offload": _offload,
-    "pinned_limit": lambda value, _: None if value is None else parse_bytes(value),
-    "memory_budget": lambda value, _: None if value is None else parse_bytes(value),
+    "pinned_limit": _budget,
+    "memory_budget": _budget,
     "fuel": _fuel,
     "verify": _flag("verify"),
     "extra_passes": _extra_passes,

@@ -1,40 +1,46 @@
-"""Runs passes over one graph: contracts, order, timing, checks, and the way back when one fails."""
+"""Runs passes over one graph: contracts, order, timing, checks, and the way back when one fails.
+
+Who wants to know what happens is an ``Observer``; the pipeline tells it, and knows no more of it.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
-import inspect
 import logging
 import pickle
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch import fx
 
 from glue_compiler import compat
+from glue_compiler.capture.regions import SpeculativeRegion
+from glue_compiler.compat import partition
 from glue_compiler.errors import GlueContractError, GlueOffloadError, GlueWarning
 from glue_compiler.fuel import Fuel, Rewrite, RewriteCounter
 from glue_compiler.fx import bodies
 from glue_compiler.fx.copying import copy_graph, has_changed
 from glue_compiler.fx.effects import EffectAnalysis
-from glue_compiler.fx.invariants import check_graph
+from glue_compiler.fx.invariants import Fault, check_graph, find_faults
 from glue_compiler.fx.missing_values import record_missing_values
-from glue_compiler.fx.prologues import join_prologues
 from glue_compiler.fx.training_pair import TrainingPair, check_pair
 from glue_compiler.graph_pass import GraphPass, Numerics, PairPass, PassContext, PassResult, Prologue, Skip, Stage
+from glue_compiler.observer import Observer
 from glue_compiler.options import GlueOptions
+from glue_compiler.sources import sources_of
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class PassReport:
-    """What one pass did to one graph; ``before`` and ``after`` show the graph, if it changed and was to be shown."""
+    """What one pass did to one graph."""
 
     name: str
     stage: Stage
@@ -45,20 +51,11 @@ class PassReport:
     rewrites: tuple[Rewrite, ...] = ()
     milliseconds: float = 0.0
     error: str | None = None
-    before: str | None = None
-    after: str | None = None
     prologue: Prologue | None = None
-    prologue_text: str | None = None
-    whole: str | None = None
-
-    def texts(self) -> dict[str, str]:
-        """The graphs that there are to show, by moment: before, after, prologue, and the last two as one graph."""
-        shown = {"before": self.before, "after": self.after, "prologue": self.prologue_text, "whole": self.whole}
-        return {moment: text for moment, text in shown.items() if text is not None}
+    proved: tuple[SpeculativeRegion, ...] = ()
 
 
-Snapshotter = Callable[[fx.GraphModule], str]
-PairSnapshotter = Callable[[TrainingPair], str]
+_NOBODY = Observer()
 
 
 class Pipeline:
@@ -82,51 +79,70 @@ class Pipeline:
         pipeline.passes = (graph_pass,)
         return pipeline
 
-    def run(self, gm: fx.GraphModule, stage: Stage, snapshot: Snapshotter | None = None) -> list[PassReport]:
-        """Run the passes of ``stage`` on ``gm``, in place. ``snapshot`` renders the graph around each change."""
+    def run(self, gm: fx.GraphModule, stage: Stage, observer: Observer = _NOBODY) -> list[PassReport]:
+        """Run the passes of ``stage`` on ``gm``, in place."""
         context = PassContext(self.options, EffectAnalysis.for_graph(gm))
         record_missing_values(gm, context.effects)
+        observer.captured(gm)
 
-        def check(result: PassResult) -> None:
-            check_graph(gm, context.effects)
+        def check(result: PassResult, saved: Saved) -> None:
+            def earlier() -> list[Fault]:
+                with _restored_for_a_look(saved):
+                    return find_faults(gm, context.effects)
+
+            check_graph(gm, context.effects, earlier)
             if result.prologue is not None:
-                check_graph(result.prologue.graph, context.effects)
+                check_graph(result.prologue.graph, context.effects, earlier)
 
-        def run_one(graph_pass: GraphPass) -> PassReport:
-            run = functools.partial(graph_pass.run, gm)
-            show = functools.partial(snapshot, gm) if snapshot else None
-            report = self._run_one(graph_pass, [gm], run, check, context, show)
-            if report.prologue is None or snapshot is None:
-                return report
-            whole = snapshot(join_prologues(gm, [report.prologue]))
-            return dataclasses.replace(report, prologue_text=snapshot(report.prologue.graph), whole=whole)
-
-        return [run_one(p) for p in self.passes if p.stage is stage]
+        reports = []
+        for graph_pass in self.passes:
+            if graph_pass.stage is stage:
+                run = functools.partial(graph_pass.run, gm)
+                reports.append(self._run_one(graph_pass, [gm], run, check, context))
+                observer.pass_finished(reports[-1], gm)
+        return reports
 
     def run_pair(
-        self, pair: TrainingPair, passes: Sequence[PairPass], snapshot: PairSnapshotter | None = None
+        self, pair: TrainingPair, passes: Sequence[PairPass], observer: Observer = _NOBODY
     ) -> list[PassReport]:
         """Run ``passes`` on both graphs of a training step, in place."""
         context = PassContext(self.options, EffectAnalysis.for_graph(pair.forward))
-        graphs = [pair.forward, pair.backward]
-
-        def run_one(graph_pass: PairPass) -> PassReport:
+        observer.partitioned(pair)
+        reports = []
+        for graph_pass in passes:
             run = functools.partial(graph_pass.run_pair, pair)
-            show = functools.partial(snapshot, pair) if snapshot else None
-            return self._run_one(graph_pass, graphs, run, lambda _: check_pair(pair), context, show)
-
-        return [run_one(p) for p in passes]
+            graphs = [pair.forward, pair.backward]
+            reports.append(self._run_one(graph_pass, graphs, run, lambda *_: check_pair(pair), context))
+            observer.pass_finished(reports[-1], pair)
+        observer.pair_finished(pair)
+        return reports
 
     def pair_passes(self, gm: fx.GraphModule) -> tuple[PairPass, ...]:
         """The passes that may have something to do in the forward and backward graphs that ``gm`` becomes."""
         return tuple(p for p in self.passes if isinstance(p, PairPass) and p.wants_pairs(gm, self.options))
 
-    def uuid(self) -> bytes | None:
+    def pair_edit(self, passes: Sequence[PairPass], observer: Observer = _NOBODY) -> partition.Edit | None:
+        """What the partitioner is to call with each pair; None without passes over pairs."""
+        if not passes:
+            return None
+
+        def edit(forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int) -> None:
+            self.run_pair(TrainingPair(forward, backward, num_outputs), passes, observer)
+
+        return edit
+
+    def options_with(self, passes: Sequence[PairPass]) -> GlueOptions:
+        """The options, with what these passes ask of Inductor; the user's own win."""
+        wanted = {name: value for p in passes for name, value in p.inductor_options(self.options).items()}
+        return dataclasses.replace(self.options, inductor={**wanted, **self.options.inductor})
+
+    def uuid(self, pair_passes: Sequence[PairPass] = ()) -> bytes | None:
         """Identifies the enabled passes: their names, sources and the options they read. None: nothing is to be cached.
 
-        A graph from the cache runs no pass, so its rewrites would have no numbers and nothing could show them.
+        A graph from the cache runs none of ``pair_passes``, so their rewrites would have no numbers, and a dump would
+        not show them.
         """
-        if self.options.fuel is not None or self.options.verify:
+        if self.options.fuel is not None or self.options.verify or (self.options.dump and pair_passes):
             return None
         described = [_described(p, self.options) for p in self.passes]
         return None if None in described else hashlib.sha256(pickle.dumps(described)).digest()
@@ -136,13 +152,11 @@ class Pipeline:
         graph_pass: GraphPass,
         graphs: Sequence[fx.GraphModule],
         run: Callable[[PassContext], PassResult],
-        check: Callable[[PassResult], None],
+        check: Callable[[PassResult, Saved], None],
         context: PassContext,
-        show: Callable[[], str] | None,
     ) -> PassReport:
         start = time.perf_counter()
-        before = show() if show else None
-        saved = [_save(gm) for gm in graphs]
+        saved = [pair for gm in graphs for pair in _save(gm)]
         result: PassResult | None = None
         error = None
         fuel = Fuel(self.counter, self.options.fuel)
@@ -153,16 +167,15 @@ class Pipeline:
                     graphs[0], graph_pass.name, lambda _: _checked_result(graph_pass, run(context))
                 )
                 if result is not None and result.changed:
-                    check(result)
-                elif any(has_changed(module, graph) for modules in saved for module, graph in modules):
+                    check(result, saved)
+                elif any(has_changed(module, graph) for module, graph in saved):
                     raise GlueContractError(
                         f"pass '{graph_pass.name}' changed the graph and says that it did not; "
                         "return PassResult(changed=True) where it does"
                     )
         except Exception as failure:
             fuel.give_back()
-            for graph in saved:
-                _restore(graph)
+            _restore(saved)
             if self.options.strict or isinstance(failure, GlueOffloadError):
                 raise
             error = f"{type(failure).__name__}: {failure}"
@@ -185,9 +198,8 @@ class Pipeline:
             rewrites=tuple(fuel.taken),
             milliseconds=(time.perf_counter() - start) * 1000,
             error=error,
-            before=before if result.changed else None,
-            after=show() if show and result.changed else None,
             prologue=result.prologue,
+            proved=result.proved,
         )
 
 
@@ -221,24 +233,32 @@ def order_by_contract(passes: Sequence[GraphPass], enabled: set[str]) -> tuple[G
 
 
 def pass_uuid(graph_pass: GraphPass) -> bytes:
-    """Hash of the sources that decide what a pass does: its own, glue's, and torch's version."""
-    own = Path(inspect.getfile(type(graph_pass)))
-    return compat.hash_of_files([*_toolkit_sources(), *(own.parent.glob("*.py") if own.stem == "__init__" else [own])])
+    """Hash of the sources that decide what a pass does: its own, what they import, glue's, and torch's version.
+
+    Raises:
+        OSError: if they cannot be found.
+    """
+    return _toolkit_hash() + compat.hash_of_files(sources_of(type(graph_pass)))
 
 
 @functools.cache
 def _toolkit_sources() -> tuple[Path, ...]:
     folder = Path(__file__).parent
     # Composite operators are traced through after the key was made, so their sources belong to it too.
-    parts = [folder, folder / "fx", folder / "compat", folder / "ops"]
+    parts = [folder, folder / "capture", folder / "fx", folder / "compat", folder / "ops"]
     return tuple(sorted(path for part in parts for path in part.glob("*.py")))
+
+
+@functools.cache
+def _toolkit_hash() -> bytes:
+    return compat.hash_of_files(_toolkit_sources())
 
 
 def _described(graph_pass: GraphPass, options: GlueOptions) -> tuple[str, bytes, bytes] | None:
     """A pass for the cache key, or None when it cannot be told from another one."""
     try:
         return graph_pass.name, pass_uuid(graph_pass), pickle.dumps(graph_pass.cache_options(options))
-    except (OSError, TypeError, AttributeError, pickle.PicklingError) as error:
+    except (OSError, SyntaxError, TypeError, AttributeError, pickle.PicklingError) as error:
         warnings.warn(
             f"with the pass '{graph_pass.name}' nothing is cached ({error}); define its class in a file, and let "
             "cache_options return plain data that says what it depends on",
@@ -256,11 +276,25 @@ def _checked_result(graph_pass: GraphPass, result: object) -> PassResult:
     return result
 
 
-def _save(gm: fx.GraphModule) -> list[tuple[fx.GraphModule, fx.Graph]]:
+Saved = list[tuple[fx.GraphModule, fx.Graph]]
+"""A graph and its bodies: each module, and the graph that it had."""
+
+
+def _save(gm: fx.GraphModule) -> Saved:
     return [(module, copy_graph(module.graph)[0]) for module in bodies.graph_modules(gm)]
 
 
-def _restore(saved: list[tuple[fx.GraphModule, fx.Graph]]) -> None:
+def _restore(saved: Saved) -> None:
     for module, graph in saved:
         module.graph = graph
         module.recompile()
+
+
+@contextlib.contextmanager
+def _restored_for_a_look(saved: Saved) -> Iterator[None]:
+    now = [(module, module.graph) for module, _ in saved]
+    _restore(saved)
+    try:
+        yield
+    finally:
+        _restore(now)

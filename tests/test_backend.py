@@ -7,6 +7,7 @@ from importlib.metadata import entry_points
 import pytest
 import torch
 
+from glue_compiler.testing import compile_and_keep
 from tests.captured import result_and_gradients
 from tests.passes.hoist_metadata.test_checkpoint_bodies import checkpointed
 from tests.passes.hoist_metadata.test_one_graph import layer_inputs, positions_of, two_layers
@@ -44,10 +45,13 @@ def test_forward_and_backward(inductor):
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_gradients(inductor, mode):
+def test_without_gradients(mode):
     x, *weights = layer_inputs()
+    run = compile_and_keep(two_layers, compiler="inductor")
     with mode():
-        close([inductor(x, positions_of(12), *weights)], [two_layers(x, positions_of(12), *weights)])
+        close([run.call(x, positions_of(12), *weights)], [two_layers(x, positions_of(12), *weights)])
+    hoisted = next(p for p in run.report.passes if p.name == "hoist_metadata")
+    assert hoisted.counts["syncs_removed"] == 2
 
 
 @needs_inductor_that_knows_its_symbols
@@ -61,9 +65,21 @@ def test_checkpointing_trains():
     close(got, result_and_gradients(lambda *a: model(a[0], positions, *a[1:]), inputs))
 
 
-def test_a_mode_reaches_inductor():
-    fn = torch.compile(lambda x: x.sin() + 1, backend="glue", mode="max-autotune-no-cudagraphs")
-    close([fn(torch.ones(3))], [torch.ones(3).sin() + 1])
+@pytest.mark.parametrize("mode", ["max-autotune-no-cudagraphs", None])
+def test_a_mode_reaches_inductor(mode):
+    seen = []
+
+    class Look(torch._inductor.custom_graph_pass.CustomGraphPass):
+        def __call__(self, graph):
+            seen.append(torch._inductor.config.max_autotune)
+
+        def uuid(self):
+            return None
+
+    with torch._inductor.config.patch(post_grad_custom_post_pass=Look()):
+        fn = torch.compile(lambda x: x.sin() + 1, backend="glue", mode=mode)
+        close([fn(torch.ones(3))], [torch.ones(3).sin() + 1])
+    assert seen == [mode is not None]
 
 
 def test_inductors_options_reach_inductor():

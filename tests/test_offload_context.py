@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import weakref
 
 import pytest
 import torch
@@ -281,6 +282,67 @@ def test_a_forward_without_backward_and_a_failed_backward_leave_nothing(monkeypa
     gc.collect()
     assert all(block.is_free for block in pool._blocks.values())
     assert equal(in_context(model), expected)
+
+
+def compiled_layers():
+    layers = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Sigmoid()) for _ in range(3)]
+    for layer in layers:
+        layer.compile(backend="aot_eager")
+    return torch.nn.Sequential(*layers)
+
+
+SAVED_OUTPUTS = {
+    "eager": lambda: torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Sigmoid()),
+    "behind the regions": lambda: torch.nn.Sequential(Blocks(3), torch.nn.Softmax(-1)),
+    "of compiled layers": compiled_layers,
+}
+
+
+@pytest.mark.parametrize("make", SAVED_OUTPUTS.values(), ids=SAVED_OUTPUTS)
+def test_a_forward_without_backward_leaves_none_of_its_graph(make):
+    """A node that saves its own output must not hold it as the program does, with its way back to the node."""
+    model, freed = make(), []
+
+    class Watched(torch.autograd.Function):
+        @staticmethod
+        def forward(context, x):
+            context.watched = Watch()
+            freed.append(weakref.ref(context.watched))
+            return x.clone()
+
+        @staticmethod
+        def backward(context, gradient):
+            return gradient
+
+    class Watch:
+        pass
+
+    with glue_compiler.offload_checkpoints():
+        out = model(Watched.apply(X.clone().requires_grad_()))
+    gc.collect()
+    assert freed[0]() is not None
+    del out
+    gc.collect()
+    assert freed[0]() is None
+
+
+@pytest.mark.parametrize("change", [torch.Tensor.zero_, torch.Tensor.clone])
+def test_a_saved_value_that_was_changed_in_place_is_an_error_as_without_the_context(change):
+    def gradient(context):
+        x = X.clone().requires_grad_()
+        with context:
+            y = x.exp()
+        with torch.no_grad():
+            change(y)
+        y.sum().backward()
+        return x.grad
+
+    if change is torch.Tensor.clone:
+        assert torch.equal(gradient(glue_compiler.offload_checkpoints()), gradient(contextlib.nullcontext()))
+        return
+    for context in (contextlib.nullcontext(), glue_compiler.offload_checkpoints()):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            gradient(context)
 
 
 def test_a_retained_graph_runs_backward_twice():

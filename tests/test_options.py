@@ -112,3 +112,22 @@ def test_a_wrong_option_reaches_the_user_before_tracing():
     with pytest.raises(GlueOptionError, match="did you mean 'dump'"):
         torch.compile(fn, backend="glue", options={"dumb": "x"})(torch.ones(1))
     assert not traced
+
+
+@pytest.mark.parametrize("key", ["memory_budget", "pinned_limit"])
+@pytest.mark.parametrize("text", ["24", " 24 ", "16000"])
+def test_a_small_budget_without_a_unit_is_a_slip(key, text):
+    with pytest.raises(GlueOptionError, match=rf"'{text.strip()}GiB'"):
+        parse({key: text})
+
+
+@pytest.mark.parametrize(("budget", "meant"), [("0", 0), ("67108864", 2**26), ("24B", 24), (24, 24), (None, None)])
+def test_a_budget_that_has_a_unit_or_is_large_is_meant(budget, meant):
+    assert parse({"memory_budget": budget}).memory_budget == meant
+
+
+@pytest.mark.parametrize("value", ["9" * 400, "9" * 400 + "GiB", 10**400, "1e400"])
+def test_more_bytes_than_an_address_holds_are_an_error(value):
+    with pytest.raises(GlueOptionError) as raised:
+        parse_bytes(value)
+    assert len(str(raised.value)) < 200

@@ -8,6 +8,7 @@ from glue_compiler.fx import bodies
 from glue_compiler.graph_pass import GraphPass, Numerics, PassResult, Skip, Stage
 from glue_compiler.options import GlueOptions
 from glue_compiler.pipeline import Pipeline, _toolkit_sources, order_by_contract, pass_uuid
+from glue_compiler.testing import compile_and_keep
 from tests.captured import compile_with_glue
 
 
@@ -131,6 +132,59 @@ def test_an_inconsistent_graph_is_restored_like_a_failure():
     assert torch.equal(gm(torch.ones(3))[0], torch.ones(3).sin() * 2)
     with pytest.raises(GlueInvariantError, match="on record as torch.float32"):
         Pipeline([make_pass("liar", run=lie_about_the_dtype)], GlueOptions(strict=True)).run(gm, Stage.CAPTURED)
+
+
+def test_a_fault_from_before_a_pass_is_not_the_pass_s():
+    def add_a_copy(graph, context):
+        (tanh,) = graph.graph.find_nodes(op="call_function", target=torch.tanh)
+        with graph.graph.inserting_after(tanh):
+            graph.graph.node_copy(tanh)
+        graph.recompile()
+        return PassResult(changed=True)
+
+    def add_another_fault(graph, context):
+        graph.graph.find_nodes(op="call_function", target=torch.sin)[0].target = torch.isnan
+        return add_a_copy(graph, context)
+
+    gm = captured_graph(lambda x: torch.sin(x) + torch.tanh(x), torch.ones(3))
+    gm.graph.find_nodes(op="call_function", target=torch.tanh)[0].meta["example_value"] = torch.ones(2, device="meta")
+    options = GlueOptions(strict=True)
+    (report,) = Pipeline([make_pass("copier", run=add_a_copy)], options).run(gm, Stage.CAPTURED)
+    assert report.changed
+    gm.graph.erase_node(gm.graph.find_nodes(op="call_function", target=torch.tanh)[1])
+    with pytest.raises(GlueInvariantError, match="'sin' is on record as torch.float32.*gives? torch.bool"):
+        Pipeline([make_pass("copier", run=add_another_fault)], options).run(gm, Stage.CAPTURED)
+    assert gm.graph.find_nodes(op="call_function", target=torch.sin)
+
+
+class Scale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+def test_the_bodies_of_an_autograd_function_are_not_changed_by_looking_at_them():
+    """Their outputs have names that a copy would not get by itself."""
+    x = torch.ones(3, requires_grad=True)
+    run = compile_and_keep(lambda x: Scale.apply(x).sin())
+    run.call(x).sum().backward()
+    assert torch.equal(x.grad, torch.ones(3).mul(2).cos() * 2)
+    assert all(p.error is None for p in run.report.passes)
+
+
+def test_a_pass_that_does_not_say_what_it_changed_fails():
+    def swap(graph, context):
+        node = graph.graph.find_nodes(op="call_function", target=torch.sub)[0]
+        node.args = node.args[::-1]
+        return PassResult(changed=False)
+
+    gm = captured_graph(lambda x, y: torch.sub(x, y), torch.ones(3), torch.ones(3))
+    with pytest.raises(GlueContractError, match="changed the graph and says that it did not"):
+        Pipeline([make_pass("silent", run=swap)], GlueOptions(strict=True)).run(gm, Stage.CAPTURED)
 
 
 def test_a_model_still_runs_when_a_pass_fails(monkeypatch):

@@ -8,7 +8,11 @@ from glue_compiler.verify import bisection
 
 
 def bisect(
-    command: list[str], metric: str | None = None, tolerance: float = 0.0, folder: Path = Path("glue_bisect")
+    command: list[str],
+    metric: str | None = None,
+    tolerance: float = 0.0,
+    limit: float | None = None,
+    folder: Path = Path("glue_bisect"),
 ) -> int:
     """Find the pass, and in it the single rewrite, that makes a program fail or print another number.
 
@@ -16,7 +20,7 @@ def bisect(
         The exit code: 0 if it was found, 2 if there is nothing to find.
     """
     try:
-        found = bisection.bisect(command, metric=metric, tolerance=tolerance, folder=folder)
+        found = bisection.bisect(command, metric=metric, tolerance=tolerance, limit=limit, folder=folder)
     except bisection.NothingToFind as reason:
         print(reason)
         return 2

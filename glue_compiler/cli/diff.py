@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from glue_compiler.cli.console import console
+from glue_compiler.cli.console import console, warn
 from glue_compiler.errors import unknown_name
 from glue_compiler.report.alignment import Row
 from glue_compiler.report.graph_text import DumpError, NodeLine
@@ -35,6 +35,7 @@ def diff(
     ends with your source line.
     """
     recorded = read_folder(folder)
+    warn(recorded.warnings)
     found = find_pass(recorded.graph(graph), pass_name)
     out = console()
     width = None if full_text else out.width

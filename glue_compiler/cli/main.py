@@ -82,6 +82,12 @@ def bisect(
         typer.Option(help="Regular expression; its last match in the output is a number to compare, such as a loss."),
     ] = None,
     tolerance: Annotated[float, typer.Option(help="How far that number may be from the run without passes.")] = 0.0,
+    limit: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS", help="A run that takes longer is ended, and fails. Else: far longer than those before."
+        ),
+    ] = None,
     folder: Annotated[Path, typer.Option(help="Where the runnable file for the wrong rewrite goes.")] = Path(
         "glue_bisect"
     ),
@@ -89,6 +95,6 @@ def bisect(
     """Find the pass, and in it the single rewrite, that makes a program fail.
 
     `glue bisect -- python train.py` looks at the exit code; with `--metric 'loss (\\S+)'` a printed number must stay
-    the same. Exit code 0: found; 2: nothing to find.
+    the same. Each run gets the same standard input. Exit code 0: found; 2: nothing to find.
     """
-    raise typer.Exit(run_bisect(command, metric=metric, tolerance=tolerance, folder=folder))
+    raise typer.Exit(run_bisect(command, metric=metric, tolerance=tolerance, limit=limit, folder=folder))

@@ -20,10 +20,11 @@ def replay(file: Path) -> int:
     for each in found:
         print(each.file)
         times = ", ".join(f"{name} {milliseconds:.2f} ms" for name, milliseconds in each.milliseconds.items())
-        print(f"  one run in eager operators: {times}")
+        if times:
+            print(f"  one run in eager operators: {times}")
         for name, how in each.differences.items():
             print(f"  {name}: {how}")
-        if "before" in each.milliseconds:
+        if each.differences or "before" in each.milliseconds:
             print(f"  before and after {'differ' if each.differences else 'agree'}")
     if file.is_dir() and not any(each.differences for each in found):
         print("Alone they agree: what differed comes from compiling them, or from a state that no graph shows.")

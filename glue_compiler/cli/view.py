@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from glue_compiler.cli.console import console
+from glue_compiler.cli.console import console, warn
+from glue_compiler.report.graph_text import DumpError
 from glue_compiler.report.page import render_page
 from glue_compiler.report.page_data import page_data
 from glue_compiler.report.predicted_step import Rates
@@ -36,8 +37,13 @@ def view(
         raise typer.BadParameter("a prediction needs both --teraflops and --link")
     rates = Rates(teraflops * 1e12, link * 1e9) if teraflops is not None and link is not None else None
     path = output or folder / "view.html"
-    page = render_page(page_data(read_folder(folder), rates))
-    path.write_text(page, encoding="utf-8")
+    recorded = read_folder(folder)
+    warn(recorded.warnings)
+    page = render_page(page_data(recorded, rates))
+    try:
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise DumpError(f"the page cannot be written: {error}") from error
     console().print(f"wrote {path} ({len(page.encode()) / 2**20:.1f} MiB)", markup=False, soft_wrap=True)
     if open_page:
         webbrowser.open(path.resolve().as_uri())

@@ -6,8 +6,16 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+from glue_compiler.compat.parts import Feature, Uses
+
 BACKEND = "glue"
 PASSES, REWRITES = "passes", "rewrites"
+
+
+BISECTOR = Feature(
+    "part in torch's compiler bisector",
+    {"torch._inductor.compiler_bisector:CompilerBisector.disable_subsystem": Uses(("backend", "subsystem"))},
+)
 
 
 def disables(part: str, what: str) -> bool:
@@ -17,6 +25,8 @@ def disables(part: str, what: str) -> bool:
     says yes only for ``TORCH_BISECT_BACKEND=glue TORCH_BISECT_SUBSYSTEM=rewrites TORCH_BISECT_MAX=n`` (after the first
     n + 1, as it counts), and inside of :func:`registered`.
     """
+    if not BISECTOR.is_available():
+        return False
     from torch._inductor.compiler_bisector import CompilerBisector
 
     return CompilerBisector.disable_subsystem(BACKEND, part, lambda: what)

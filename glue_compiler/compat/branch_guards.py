@@ -1,77 +1,29 @@
-"""Dynamo: branches on a tensor's value, the inputs behind a node, and guards that compute something of an input."""
+"""Dynamo: the inputs behind a node, and guards that compute something of an input."""
 
 from __future__ import annotations
 
 import contextlib
-import dis
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import fx
 
+from glue_compiler.compat.parts import ANY, Feature, Uses
 
-@contextlib.contextmanager
-def traced_branches(decide: Callable[[Any, fx.Node], bool | None]) -> Iterator[None]:
-    """While Dynamo traces, ask ``decide`` where it would branch on a value that only exists at run time.
-
-    Args:
-        decide: called with Dynamo's translator and the condition's node; its value, or None for Dynamo's own way.
-    """
-    from torch._dynamo.symbolic_convert import InstructionTranslatorBase
-    from torch._dynamo.variables.constant import ConstantVariable
-    from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
-
-    saved: list[tuple[list[Any], int, Any]] = []
-
-    def wrapped(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-        def jump(self: Any, instruction: Any) -> Any:
-            if isinstance(self.stack[-1], TensorVariable) and not _is_assertion(self):
-                value = decide(self, self.stack[-1].as_proxy().node)
-                if value is not None:
-                    self.stack[-1] = ConstantVariable.create(value)
-            return original(self, instruction)
-
-        return jump
-
-    # Translators look instructions up in tables that their classes have made of their methods.
-    for translator in _with_subclasses(InstructionTranslatorBase):
-        table: list[Any] = vars(translator).get("dispatch_table") or []
-        for code, original in enumerate(table):
-            # JUMP_IF_..._OR_POP is left out: it may leave the tensor itself behind, as a result.
-            if dis.opname[code].startswith("POP_JUMP") and dis.opname[code].endswith(("_TRUE", "_FALSE")):
-                saved.append((table, code, original))
-                table[code] = wrapped(original)
-
-    evaluate = SymNodeVariable.evaluate_expr
-
-    def evaluate_expr(self: Any, output_graph: Any = None) -> Any:
-        if output_graph is not None and isinstance(self.sym_num, torch.SymBool):
-            value = decide(output_graph.current_tx, self.as_proxy().node)
-            if value is not None:
-                return value
-        return evaluate(self, output_graph)
-
-    SymNodeVariable.evaluate_expr = evaluate_expr  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        SymNodeVariable.evaluate_expr = evaluate  # type: ignore[method-assign]
-        for table, code, original in saved:
-            table[code] = original
-
-
-def _with_subclasses(cls: Any) -> Iterator[Any]:
-    yield cls
-    for subclass in cls.__subclasses__():
-        yield from _with_subclasses(subclass)
-
-
-def _is_assertion(frame: Any) -> bool:
-    """Is the jump the one over an ``assert``'s raise? Dynamo traces those as an operator."""
-    at = frame.instruction_pointer
-    following = frame.instructions[at] if at is not None and at < len(frame.instructions) else None
-    return following is not None and following.opname in ("LOAD_ASSERTION_ERROR", "LOAD_COMMON_CONSTANT")
+BRANCHES = Feature(
+    "tracing of branches on integer inputs",
+    {
+        "torch._C._dynamo.guards:GuardManager.add_lambda_guard": ANY,
+        "torch._dynamo.guards:GuardBuilder.get_guard_manager": Uses(("self", "guard")),
+        "torch._dynamo.guards:get_verbose_code_parts": Uses(("code_parts", "guard")),
+        "torch._dynamo.guards:install_guard": ANY,
+        "torch._dynamo.guards:is_from_skip_guard_source": Uses(("source",)),
+        "torch._dynamo.output_graph:SubgraphTracer.__init__": Uses(names=("lifted_freevars", "parent")),
+        "torch._guards:Source.make_guard": Uses(("self", "fn")),
+        "torch.utils._python_dispatch:_disable_current_modes": ANY,
+    },
+)
 
 
 def outer_node(frame: Any, node: fx.Node) -> fx.Node | None:

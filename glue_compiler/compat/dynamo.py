@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from glue_compiler.compat.dynamo_tracing import unobserved
+from glue_compiler.compat.parts import ANY, Feature, Uses
 from glue_compiler.errors import GlueError
 
 
@@ -34,6 +36,22 @@ def forget_compiled(codes: Iterable[types.CodeType]) -> None:
         reset_code(code)
 
 
+FRAMES = Feature(
+    "capture of data-dependent values",
+    {
+        "torch:_TorchCompileWrapper": ANY,
+        "torch._dynamo.convert_frame:ConvertFrameAssert.__call__": Uses(("self", "frame")),
+        "torch._dynamo.convert_frame:ConvertFrameAssert.__init__": Uses(names=("_torchdynamo_orig_backend",)),
+        "torch._dynamo.config:capture_dynamic_output_shape_ops": ANY,
+        "torch._dynamo.config:capture_scalar_outputs": ANY,
+        "torch._dynamo.config:patch": ANY,
+        "torch._dynamo.exc:SkipFrame": ANY,
+        "torch._dynamo.exc:Unsupported": ANY,
+        "torch._dynamo.exc:UserError": ANY,
+        "torch.fx.experimental.symbolic_shapes:GuardOnDataDependentSymNode": ANY,
+    },
+)
+
 FrameHook = Callable[[Any, Mapping[str, Any], types.CodeType, Callable[[], Any]], Any]
 """Called with: compiler function, keyword arguments that torch.compile stored for it, the frame's code, convert."""
 
@@ -45,6 +63,8 @@ def install_frame_hook(is_ours: Callable[[Any], bool], hook: FrameHook) -> None:
     ``backend_ctx_ctor``, which Dynamo has for such purposes, is dropped by ``torch.compile`` (2.11 to 2.15), and
     it would be entered at each call and stay on while the model runs.
     """
+    if not FRAMES.is_available():
+        return
     from torch._dynamo.convert_frame import ConvertFrameAssert
 
     original = ConvertFrameAssert.__call__
@@ -54,9 +74,10 @@ def install_frame_hook(is_ours: Callable[[Any], bool], hook: FrameHook) -> None:
     @functools.wraps(original)
     def convert_frame(self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
         compiler_fn, stored = _innermost_backend(self._torchdynamo_orig_backend)
-        if not is_ours(compiler_fn):
-            return original(self, frame, *args, **kwargs)
-        return hook(compiler_fn, stored, frame.f_code, lambda: original(self, frame, *args, **kwargs))
+        with unobserved():
+            if not is_ours(compiler_fn):
+                return original(self, frame, *args, **kwargs)
+            return hook(compiler_fn, stored, frame.f_code, lambda: original(self, frame, *args, **kwargs))
 
     convert_frame.glue_hook = hook  # type: ignore[attr-defined]
     ConvertFrameAssert.__call__ = convert_frame  # type: ignore[method-assign]

@@ -15,6 +15,12 @@ def in_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def backward_id() -> int | None:
+    """A number for each run of autograd's engine; None in threads that it does not run in."""
+    task = torch._C._current_graph_task_id()
+    return None if task < 0 else task
+
+
 def stream_id(device: torch.device) -> int:
     """The current stream of a CUDA device in this thread, as a number that tells streams of one device apart."""
     return torch._C._cuda_getCurrentRawStream(device.index)
@@ -22,4 +28,4 @@ def stream_id(device: torch.device) -> int:
 
 def is_capturing() -> bool:
     """Is the current stream being captured into a CUDA graph?"""
-    return torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

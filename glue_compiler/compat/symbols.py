@@ -9,6 +9,7 @@ from typing import Any
 
 import sympy
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 
 
 def fake_mode_of(tensors: Sequence[torch.Tensor]) -> Any | None:
@@ -42,6 +43,7 @@ def rename_unbacked(shape_env: Any, old: Any, new: Any) -> None:
 def speculation(fake_mode: Any, shape_env: Any) -> Iterator[None]:
     """Run operators on fake tensors without leaving guards or unbacked symbols behind."""
     with contextlib.ExitStack() as stack:
+        stack.enter_context(enable_python_dispatcher())  # composites in C++ take no symbolic sizes
         if fake_mode is not None:
             stack.enter_context(fake_mode)
         if shape_env is not None:

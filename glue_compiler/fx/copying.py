@@ -13,15 +13,18 @@ from glue_compiler.fx.bodies import attribute_of, set_attribute
 
 
 def copy_graph(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
-    """A copy whose nodes have metadata dictionaries of their own, with the same values in them; and node → copy."""
+    """A copy whose nodes have metadata dictionaries of their own, with the same values in them; and node → copy.
+
+    Names stay: they are what a report calls a node by.
+    """
     copied = fx.Graph(tracer_cls=graph._tracer_cls)
     mapping: dict[fx.Node, fx.Node] = {}
-    output = copied.graph_copy(graph, mapping)
-    old_output = graph.output_node()
-    copied.output(output, old_output.type).meta = copy.copy(old_output.meta)
-    copied._codegen = copy.copy(graph._codegen)
+    for node in graph.nodes:
+        mapping[node] = copied.node_copy(node, lambda operand: mapping[operand])
+        compat.copy_node_attributes(node, mapping[node])
     for node, copy_of_node in mapping.items():
-        compat.copy_node_attributes(node, copy_of_node)
+        compat.set_name(copy_of_node, node.name)
+    copied._codegen = copy.copy(graph._codegen)
     return copied, mapping
 
 
@@ -53,4 +56,11 @@ def has_changed(gm: fx.GraphModule, earlier: fx.Graph) -> bool:
 
 def _shape_of(graph: fx.Graph) -> list[object]:
     # Of arguments the nodes alone: comparing constants, tensors and symbols among them, could do anything.
-    return [(n.op, n.name, n.target, [arg.name for arg in n.all_input_nodes]) for n in graph.nodes]
+    number = {node: i for i, node in enumerate(graph.nodes)}
+
+    def operands(node: fx.Node) -> list[int]:
+        found: list[int] = []
+        fx.map_arg((node.args, node.kwargs), lambda operand: found.append(number[operand]))
+        return found
+
+    return [(node.op, node.target, operands(node)) for node in graph.nodes]

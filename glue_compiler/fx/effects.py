@@ -23,8 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from glue_compiler import compat
 from glue_compiler.compat.operator_calls import observed_operators
+from glue_compiler.compat.switches import AUTOCAST_SWITCHES, GRAD_SWITCHES, WITHOUT_EFFECT
 from glue_compiler.fx import bodies
-from glue_compiler.fx.modes import AUTOCAST_SWITCHES, GRAD_SWITCHES, Mode, modes_of
+from glue_compiler.fx.modes import Mode, modes_of
 from glue_compiler.fx.records import CallRecord, Made, Meta, Recorder
 from glue_compiler.fx.values import (
     StorageKey,
@@ -82,7 +83,6 @@ class Effects:
 
 # Operators that check and return nothing. Two with equal operands are one.
 _ASSERTS = {torch.ops.aten._assert_scalar.default, torch.ops.aten._assert_async.msg, torch._check}
-_NOTHING = {torch._C._log_api_usage_once}
 # Functions on numbers, which dispatch no operator.
 _SCALAR_MODULES = {operator.__name__, operator.add.__module__, builtins.__name__, math.__name__}
 # Operators whose definitions are torch's own: deterministic unless tagged otherwise.
@@ -123,22 +123,32 @@ class EffectAnalysis:
         """Read again in which mode each node of ``gm``, a whole graph, and of its bodies runs."""
         self._modes.update(modes_of(gm))
 
-    def mode_of(self, gm: fx.GraphModule, node: fx.Node) -> Mode:
-        """The mode that ``node`` of ``gm`` runs in; of a body, only known after :meth:`read_modes` of the whole."""
+    def mode_of(self, gm: fx.GraphModule | None, node: fx.Node) -> Mode:
+        """The mode that ``node`` of ``gm`` runs in; of a body, only known after :meth:`read_modes` of the whole.
+
+        Without ``gm`` the one in which the graph is called.
+        """
+        if gm is None:
+            return Mode()
         if node not in self._modes:
             first = next(iter(gm.graph.nodes))
             self._modes.update(modes_of(gm, self._modes.get(first)))
         return self._modes[node]
 
-    def of(self, gm: fx.GraphModule, node: fx.Node) -> Effects:
+    def of(self, gm: fx.GraphModule | None, node: fx.Node) -> Effects:
+        """What ``node`` of ``gm`` does. Without ``gm``, as if the graph switched no mode; then no bodies are seen."""
         if node.op in ("placeholder", "get_attr", "output"):
             return Effects(Kind.NOTHING)
         if node.op == "call_module":
             return Effects(Kind.BARRIER)
         if node.op == "call_function":
             if bodies.is_higher_order(node):
-                return self._of_bodies(gm, node)
-            for targets, kind in ((_ASSERTS, Kind.ASSERT), (GRAD_SWITCHES, Kind.GRAD_MODE), (_NOTHING, Kind.NOTHING)):
+                return self._of_bodies(gm, node) if gm is not None else Effects(Kind.BARRIER)
+            for targets, kind in (
+                (_ASSERTS, Kind.ASSERT),
+                (GRAD_SWITCHES, Kind.GRAD_MODE),
+                (WITHOUT_EFFECT, Kind.NOTHING),
+            ):
                 if node.target in targets:
                     return Effects(kind)
             if node.target in AUTOCAST_SWITCHES:
@@ -182,7 +192,7 @@ class EffectAnalysis:
 
         Without ``gm`` in the mode in which the graph is called.
         """
-        mode = self.mode_of(gm, node) if gm is not None else Mode()
+        mode = self.mode_of(gm, node)
         if self._is_opaque(node) or not mode.is_known:
             return None
         return self._outcome(node, mode).result

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import sympy
 import torch
-from torch import fx
 
-from glue_compiler.fx.values import Symbolic, expression, value_of
+from glue_compiler.fx.operators import Operators, Value
+from glue_compiler.fx.values import Symbolic, expression
+
+aten = torch.ops.aten
 
 Index = tuple[sympy.Expr, ...]
 """One expression for each dimension of a tensor, counted from 0."""
+Shape = tuple[Any, ...]
 
 
 class NotAView(Exception):
@@ -23,47 +26,21 @@ class NotAView(Exception):
 
 @dataclass(frozen=True)
 class Element:
-    """Element ``index`` of what ``node`` evaluates to."""
+    """Element ``index`` of ``value``."""
 
-    node: fx.Node
+    value: Value
     index: Index
-
-
-def operator_name(node: fx.Node) -> str:
-    """``"add"`` for ``operator.add``, ``torch.add``, ``Tensor.add`` and ``aten.add.Tensor``.
-
-    Names decide between torch's own operators only: ask :class:`~glue_compiler.fx.effects.EffectAnalysis` first whether
-    the node is one.
-    """
-    if node.op == "call_method":
-        return str(node.target).strip("_") if str(node.target).startswith("__") else str(node.target)
-    if isinstance(node.target, torch._ops.OpOverload):
-        return node.target.overloadpacket.__name__
-    # operator.and_ and the like end in an underscore, which in-place methods do too; those are never pure.
-    return getattr(node.target, "__name__", "").rstrip("_")
-
-
-def argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
-    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
-
-
-def shape_of(node: fx.Node) -> tuple[Any, ...]:
-    """Sizes as ints and sympy expressions."""
-    value = value_of(node)
-    if not isinstance(value, torch.Tensor):
-        raise NotAView(f"'{node.name}' is not a tensor")
-    return tuple(expression(size) for size in value.shape)
 
 
 def number_of(value: Any) -> Any:
     """An int, float, bool or symbolic argument as a number of sympy's."""
-    if isinstance(value, fx.Node):
-        value = value_of(value)
     if isinstance(value, Symbolic):
         value = expression(value)
     if isinstance(value, bool):
         return sympy.true if value else sympy.false
     if isinstance(value, float):
+        if math.isnan(value):
+            return sympy.nan
         if math.isinf(value):
             return sympy.oo if value > 0 else -sympy.oo
         return sympy.Integer(int(value)) if value.is_integer() else sympy.Float(value)
@@ -78,23 +55,27 @@ def broadcast_index(index: Index, shape: Sequence[Any]) -> Index:
     return tuple(sympy.Integer(0) if size == 1 else i for i, size in zip(last, shape, strict=True))
 
 
-def source_of(node: fx.Node, index: Index) -> Element:
-    """The element of the node's first operand that element ``index`` of the node is.
+def source_of(operators: Operators, value: Value, index: Index) -> Element:
+    """The element, of what the operator behind ``value`` reads, that element ``index`` of ``value`` is.
 
     Raises:
-        NotAView: when the node computes something, or its arguments are not understood.
+        NotAView: the operator computes something, or its arguments are not understood.
     """
-    name = operator_name(node)
-    if name not in _VIEWS or not node.args or not isinstance(node.args[0], fx.Node):
-        raise NotAView(f"'{node.name}' is not a view")
-    source = node.args[0]
-    return Element(source, broadcast_index(_VIEWS[name](node, shape_of(source), index), shape_of(source)))
+    call = operators.does(value)
+    read = _VIEWS.get(call.operator) if call is not None else None
+    source = call.arguments.get("self") if call is not None else None
+    if call is None or read is None or not operators.is_tensor(source):
+        raise NotAView(f"{value} is not a view")
+    before, after = operators.meta(source), operators.meta(value)
+    if before.dtype != after.dtype:
+        raise NotAView("a view of other bits")
+    found = read(call.arguments, before.shape, after.shape, index)
+    return Element(source, broadcast_index(found, before.shape))
 
 
-def _sizes(node: fx.Node, first: int, name: str) -> list[Any]:
-    """Numbers given one by one, or as one list."""
-    given = argument(node, first, name)
-    return list(given) if isinstance(given, tuple | list) else list(node.args[first:])
+# -- operators: (arguments, shape of the source, shape of the result, index) → index into the source
+
+Arguments = Mapping[str, Any]
 
 
 def _dimension(value: Any, rank: int) -> int:
@@ -103,66 +84,101 @@ def _dimension(value: Any, rank: int) -> int:
     return value % rank
 
 
-def _same(node: fx.Node, shape: tuple[Any, ...], index: Index) -> Index:
+def _same(given: Arguments, shape: Shape, result: Shape, index: Index) -> Index:
     return index
 
 
-def _expand(node: fx.Node, shape: tuple[Any, ...], index: Index) -> Index:
+def _expand(given: Arguments, shape: Shape, result: Shape, index: Index) -> Index:
     return index[len(index) - len(shape) :]
 
 
-def _repeat(node: fx.Node, shape: tuple[Any, ...], index: Index) -> Index:
+def _repeat(given: Arguments, shape: Shape, result: Shape, index: Index) -> Index:
     last = index[len(index) - len(shape) :]
-    times = _sizes(node, 1, "repeats")[-len(shape) :] if shape else []
+    times = given["repeats"][len(index) - len(shape) :]
     return tuple(i if n == 1 else sympy.Mod(i, size) for i, size, n in zip(last, shape, times, strict=True))
 
 
-def _repeat_interleave(node: fx.Node, shape: tuple[Any, ...], index: Index) -> Index:
-    times, dim = argument(node, 1, "repeats"), argument(node, 2, "dim")
-    if not isinstance(times, int) or dim is None:
+def _repeat_interleave(given: Arguments, shape: Shape, result: Shape, index: Index) -> Index:
+    times, dim = given["repeats"], given.get("dim")
+    if not isinstance(times, int) or times < 1 or dim is None:
         raise NotAView("repeat_interleave by a tensor")
     dim = _dimension(dim, len(shape))
     return (*index[:dim], sympy.floor(index[dim] / times), *index[dim + 1 :])
 
 
-def _unsqueeze(node: fx.Node, shape: tuple[Any, ...], index: Index) -> Index:
-    dim = _dimension(argument(node, 1, "dim"), len(index))
+def _unsqueeze(given: Arguments, shape: Shape, result: Shape, index: Index) -> Index:
+    dim = _dimension(given["dim"], len(index))
     return index[:dim] + index[dim + 1 :]
 
 
-def _squeeze(node: fx.Node, shape: tuple[Any, ...], index: Index) -> Index:
-    dim = argument(node, 1, "dim")
-    dims = range(len(shape)) if dim is None else [_dimension(d, len(shape)) for d in _sizes(node, 1, "dim")]
-    dropped = {d for d in dims if shape[d] == 1}
+def _squeeze(given: Arguments, shape: Shape, result: Shape, index: Index) -> Index:
+    dim = given.get("dim")
+    dims = range(len(shape)) if dim is None else dim if isinstance(dim, tuple) else (dim,)
+    dropped = {d for d in (_dimension(d, len(shape)) for d in dims) if shape[d] == 1}
     if len(shape) - len(dropped) != len(index):
         raise NotAView("squeeze of an unknown size")
     left = iter(index)
     return tuple(sympy.Integer(0) if d in dropped else next(left) for d in range(len(shape)))
 
 
-def _transpose(node: fx.Node, shape: tuple[Any, ...], index: Index) -> Index:
-    first, second = (_dimension(argument(node, i, f"dim{i - 1}"), len(shape)) for i in (1, 2))
-    swapped = list(index)
-    swapped[first], swapped[second] = swapped[second], swapped[first]
-    return tuple(swapped)
+def _swapped(first: str, second: str) -> Callable[[Arguments, Shape, Shape, Index], Index]:
+    def read(given: Arguments, shape: Shape, result: Shape, index: Index) -> Index:
+        one, other = (_dimension(given[name], len(shape)) for name in (first, second))
+        swapped = list(index)
+        swapped[one], swapped[other] = swapped[other], swapped[one]
+        return tuple(swapped)
+
+    return read
 
 
-def _reverse(node: fx.Node, shape: tuple[Any, ...], index: Index) -> Index:
-    if len(shape) > 2:
-        raise NotAView("transpose of more than two dimensions")
+def _matrix_transposed(given: Arguments, shape: Shape, result: Shape, index: Index) -> Index:
+    return (*index[:-2], index[-1], index[-2])
+
+
+def _reversed(given: Arguments, shape: Shape, result: Shape, index: Index) -> Index:
     return index[::-1]
 
 
-def _permute(node: fx.Node, shape: tuple[Any, ...], index: Index) -> Index:
-    order = [_dimension(d, len(shape)) for d in _sizes(node, 1, "dims")]
+def _permute(given: Arguments, shape: Shape, result: Shape, index: Index) -> Index:
+    order = [_dimension(d, len(shape)) for d in given["dims"]]
     return tuple(index[order.index(d)] for d in range(len(shape)))
 
 
-def _reshape(node: fx.Node, shape: tuple[Any, ...], index: Index) -> Index:
-    if node.target == "view" and argument(node, 1, "dtype") in _DTYPES:
-        raise NotAView("a view of other bits")
+def _select(given: Arguments, shape: Shape, result: Shape, index: Index) -> Index:
+    dim = _dimension(given["dim"], len(shape))
+    return (*index[:dim], _from_start(given["index"], shape[dim]), *index[dim:])
+
+
+def _slice(given: Arguments, shape: Shape, result: Shape, index: Index) -> Index:
+    dim = _dimension(given["dim"], len(shape))
+    step = given["step"]
+    if not isinstance(step, int) or step < 1:
+        raise NotAView(f"a slice with step {step}")
+    start = given["start"]
+    first = sympy.Integer(0) if start is None else _from_start(start, shape[dim], clamped=True)
+    return (*index[:dim], index[dim] * step + first, *index[dim + 1 :])
+
+
+def _narrow(given: Arguments, shape: Shape, result: Shape, index: Index) -> Index:
+    dim = _dimension(given["dim"], len(shape))
+    return (*index[:dim], index[dim] + _from_start(given["start"], shape[dim]), *index[dim + 1 :])
+
+
+def _from_start(place: Any, size: Any, clamped: bool = False) -> sympy.Expr:
+    """A place along a dimension, from the end if it is negative. ``clamped``: as Python does it, to the first."""
+    place = number_of(place) if not isinstance(place, Value) else None
+    if place is None or not place.is_integer:
+        raise NotAView("a place that is a tensor")
+    if place.is_nonnegative:
+        return place
+    if not place.is_Integer or (clamped and not isinstance(size, int)):
+        raise NotAView("a place of unknown sign, or from an unknown end")
+    return sympy.sympify(max(int(place) + size, 0) if clamped else place + size)
+
+
+def _reshape(given: Arguments, shape: Shape, result: Shape, index: Index) -> Index:
     found: list[sympy.Expr] = []
-    for old, new in _groups(list(shape), list(shape_of(node))):
+    for old, new in _groups(list(shape), list(result)):
         linear: Any = sympy.Integer(0)
         for position, size in new:
             linear = linear * size + index[position]
@@ -175,11 +191,10 @@ def _reshape(node: fx.Node, shape: tuple[Any, ...], index: Index) -> Index:
     return tuple(found)
 
 
-_DTYPES = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
-
-
 def _groups(old: list[Any], new: list[Any]) -> list[tuple[list[tuple[int, Any]], list[tuple[int, Any]]]]:
     """Consecutive dimensions of both shapes with equal products, in the smallest groups; (position, size) each."""
+    if 0 in old:
+        raise NotAView("a reshape of nothing")
     groups = []
     i = j = 0
     while i < len(old) or j < len(new):
@@ -209,63 +224,36 @@ def _as_int(size: Any) -> Any:
     return size if isinstance(size, int) else math.inf
 
 
-def _getitem(node: fx.Node, shape: tuple[Any, ...], index: Index) -> Index:
-    given = argument(node, 1, "idx")
-    items = list(given) if isinstance(given, tuple) else [given]
-    if any(isinstance(item, fx.Node) and isinstance(value_of(item), torch.Tensor) for item in items):
-        raise NotAView("an index tensor")
-    taken = sum(item is not None and item is not Ellipsis for item in items)
-    if Ellipsis not in items:
-        items.append(Ellipsis)
-    where = items.index(Ellipsis)
-    items[where : where + 1] = [slice(None)] * (len(shape) - taken)
-    found: list[sympy.Expr] = []
-    left = iter(index)
-    sizes = iter(shape)
-    for item in items:
-        if item is None:
-            next(left)
-        elif isinstance(item, slice):
-            found.append(_sliced(item, next(sizes), next(left)))
-        elif isinstance(item, int) and not isinstance(item, bool):
-            size = next(sizes)
-            found.append(sympy.sympify(item if item >= 0 else item + size))
-        else:
-            raise NotAView(f"index {item!r}")
-    return tuple(found)
-
-
-def _sliced(item: slice, size: Any, index: sympy.Expr) -> sympy.Expr:
-    step = 1 if item.step is None else item.step
-    start = 0 if item.start is None else item.start
-    if not isinstance(step, int) or not isinstance(start, int) or step < 1:
-        raise NotAView(f"slice {item!r}")
-    if start < 0:
-        # Python clamps a start before the first element.
-        if not isinstance(size, int):
-            raise NotAView(f"slice {item!r} of an unknown size")
-        start = max(start + size, 0)
-    return index * step + start
-
-
-_View = Callable[[fx.Node, tuple[Any, ...], Index], Index]
-_VIEWS: dict[str, _View] = {
-    "getitem": _getitem,
-    "expand": _expand,
-    "expand_as": _expand,
-    "broadcast_to": _expand,
-    "repeat": _repeat,
-    "repeat_interleave": _repeat_interleave,
-    "unsqueeze": _unsqueeze,
-    "squeeze": _squeeze,
-    "transpose": _transpose,
-    "swapaxes": _transpose,
-    "t": _reverse,
-    "permute": _permute,
-    "reshape": _reshape,
-    "view": _reshape,
-    "contiguous": _same,
-    "clone": _same,
-    "detach": _same,
-    "alias": _same,
+_View = Callable[[Arguments, Shape, Shape, Index], Index]
+_VIEWS: dict[Any, _View] = {
+    aten.alias: _same,
+    aten.clone: _same,
+    aten.contiguous: _same,
+    aten.detach: _same,
+    aten.lift_fresh: _same,
+    aten.broadcast_to: _expand,
+    aten.expand: _expand,
+    aten.expand_as: _expand,
+    aten.repeat: _repeat,
+    aten.repeat_interleave: _repeat_interleave,
+    aten.unsqueeze: _unsqueeze,
+    aten.squeeze: _squeeze,
+    aten.transpose: _swapped("dim0", "dim1"),
+    aten.swapdims: _swapped("dim0", "dim1"),
+    aten.swapaxes: _swapped("axis0", "axis1"),
+    aten.mT: _matrix_transposed,
+    aten.numpy_T: _reversed,
+    aten.t: _reversed,
+    aten.permute: _permute,
+    aten.select: _select,
+    aten.slice: _slice,
+    aten.narrow: _narrow,
+    aten.flatten: _reshape,
+    aten.reshape: _reshape,
+    aten.reshape_as: _reshape,
+    aten.unflatten: _reshape,
+    aten.view: _reshape,
+    aten.view_as: _reshape,
+    aten._unsafe_view: _reshape,
 }
+"""By the operator; each takes its tensor as ``self``."""

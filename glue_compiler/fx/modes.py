@@ -10,10 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from glue_compiler.compat.switches import AUTOCAST_SWITCHES, GRAD_SWITCHES
 from glue_compiler.fx import bodies
-
-GRAD_SWITCHES = frozenset({torch._C._set_grad_enabled})
-AUTOCAST_SWITCHES = frozenset({torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast})
 
 
 @dataclass(frozen=True)

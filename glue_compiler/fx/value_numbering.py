@@ -204,6 +204,7 @@ class _Numberer:
             if node.op == "placeholder" or node.op == "get_attr":
                 self.escaped |= storages_of(value_of(node))  # others may hold it
             if node.op == "output":
+                self.out.starts[node] = self.out.ends[node] = next(self.clock)
                 self.out.returned |= storages_of([value_of(arg) for arg in node.all_input_nodes])
             elif node.op == "placeholder":
                 operand = inherited.get(node)

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from glue_compiler import compat
+from glue_compiler.compat import storages
 
 Symbolic = (torch.SymInt, torch.SymFloat, torch.SymBool)
 StorageKey = int
@@ -51,7 +52,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 def storage_of(tensor: torch.Tensor) -> StorageKey:
     """Equal for two tensors of one graph exactly when they are views of the same memory."""
-    return tensor.untyped_storage()._cdata
+    return storages.identity(tensor)
 
 
 def storages_of(value: Any) -> set[StorageKey]:

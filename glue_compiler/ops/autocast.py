@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.library import CustomOpDef, Library
 
+from glue_compiler.compat.autocast_kernels import DEVICE_KEYS, outside_autocast, set_python_kernel
+
 _library = Library("glue", "FRAGMENT")
-_DEVICE_KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
@@ -41,19 +42,16 @@ def run_in_autocast_dtype(operator: CustomOpDef) -> None:
     """
     namespace_and_name = operator._qualname
     packet = getattr(torch.ops.glue, namespace_and_name.split("::")[1])
-    all_keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
-        torch._C.DispatchKey.AutocastCUDA
-    )
 
     def kernel_for(device_type: str) -> Callable[..., Any]:
         def kernel(*args: Any) -> Any:
             dtype = torch.get_autocast_dtype(device_type)
-            with torch._C._ExcludeDispatchKeyGuard(all_keys):
+            with outside_autocast():
                 return packet.default(*(_cast(argument, dtype) for argument in args))
 
         return kernel
 
-    for device_type, key in _DEVICE_KEYS.items():
+    for device_type, key in DEVICE_KEYS.items():
         kernel = kernel_for(device_type)
-        packet.default.py_impl(getattr(torch._C.DispatchKey, key))(kernel)
+        set_python_kernel(packet.default, device_type, kernel)
         _library.impl(namespace_and_name.split("::")[1], kernel, key)

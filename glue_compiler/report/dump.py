@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import types
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,81 +12,18 @@ import torch
 from torch import fx
 
 from glue_compiler import compat
-from glue_compiler.compat import layers
+from glue_compiler.compat import layers, operators
 from glue_compiler.fx import bodies
 from glue_compiler.fx.training_pair import TrainingPair
-from glue_compiler.fx.values import Symbolic, expression, is_plain, value_of
-
-_HEADER = '''"""A graph that Dynamo captured, written by glue.
-
-Runs alone: `python {{this file}}` calls the graph on random inputs of the recorded shapes.
-"""
-
-import torch
-from torch import device, inf, nan
-{imports}
-'''
-
-HELPERS = '''
-def checkpoint_body(body, *args, **kwargs):
-    """What torch.ops.higher_order.tag_activation_checkpoint stands for."""
-    return torch.utils.checkpoint.checkpoint(body, *args, use_reentrant=False)
-
-
-def random_tensor(shape, stride, dtype, device, requires_grad):
-    size = 1 + sum((n - 1) * s for n, s in zip(shape, stride)) if all(shape) else 0
-    if dtype.is_floating_point or dtype.is_complex:
-        storage = torch.randn(size, device=device).to(dtype)
-    else:  # small, so that an index stays inside of what it indexes
-        storage = torch.randint(0, 2, (size,), device=device).to(dtype)
-    return storage.as_strided(shape, stride).requires_grad_(requires_grad)
-
-
-'''
-
-GRAPHS = "# The graph, its bodies first."
-
-_STEP = '''Backward = GraphModule
-
-saved = {saved}
-taken = {taken}
-
-
-def training_step(*inputs):
-    """Takes the forward's inputs, then the gradients of its outputs. Returns outputs, then gradients."""
-    results = Forward()(*inputs[:{inputs}])
-    values = dict(zip(saved, results[{outputs}:]))
-    gradients = iter(inputs[{inputs}:])
-    returned = Backward()(*(values[name] if name in values else next(gradients) for name in taken))
-    return (*results[:{outputs}], *returned)
-'''
-
-_MAIN = """
-
-def make_graph():
-    return {graph}
-
-
-def make_inputs():
-    return [
-{inputs}
-    ]
-
-
-if __name__ == "__main__":
-    torch.manual_seed(0)
-    outputs = make_graph()(*make_inputs())
-    for i, output in enumerate(outputs if isinstance(outputs, (tuple, list)) else [outputs]):
-        shown = tuple(output.shape) if isinstance(output, torch.Tensor) else output
-        print(f"output {{i}}: {{shown}}")
-"""
+from glue_compiler.fx.values import Symbolic, expression, is_plain, tensors_in, value_of
+from glue_compiler.report.dump_template import GRAPHS, HEADER, HELPERS, MAIN, STEP
 
 
 def render_graph(gm: fx.GraphModule) -> str:
-    """``gm`` and its bodies as one Python file."""
+    """``gm`` and its bodies as one Python file, with the autocast and the grad mode of now: those of the capture."""
     imports: dict[str, str] = {}
     classes = _render_classes(gm, imports)
-    return _file(imports, classes, "GraphModule()", gm.graph.find_nodes(op="placeholder"))
+    return _file(imports, classes, "GraphModule()", gm.graph.find_nodes(op="placeholder"), _modes(gm))
 
 
 def render_pair(pair: TrainingPair) -> str:
@@ -97,14 +35,32 @@ def render_pair(pair: TrainingPair) -> str:
     saved = [value.name if isinstance(value, fx.Node) else None for value in pair.returned[pair.num_outputs :]]
     gradients = [node for node in taken if node.name not in saved]
     names = [node.name for node in taken]
-    classes.append(_STEP.format(inputs=len(inputs), outputs=pair.num_outputs, saved=saved, taken=names))
+    classes.append(STEP.format(inputs=len(inputs), outputs=pair.num_outputs, saved=saved, taken=names))
     return _file(imports, classes, "training_step", [*inputs, *gradients])
 
 
-def _file(imports: dict[str, str], classes: Sequence[str], graph: str, inputs: Sequence[fx.Node]) -> str:
-    header = _HEADER.format(imports="\n".join(imports.values()))
+def _modes(gm: fx.GraphModule) -> list[str]:
+    values = [value_of(node) for node in gm.graph.nodes]
+    devices = dict.fromkeys(["cpu", *(tensor.device.type for tensor in tensors_in(values))])
+    found = [
+        f"torch.autocast({device!r}, {torch.get_autocast_dtype(device)})"
+        for device in devices
+        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    ]
+    return found if torch.is_grad_enabled() else [*found, "torch.no_grad()"]
+
+
+def _file(
+    imports: dict[str, str],
+    classes: Sequence[str],
+    graph: str,
+    inputs: Sequence[fx.Node],
+    modes: Sequence[str] = (),
+) -> str:
+    header = HEADER.format(imports="\n".join(imports.values()))
     listed = "\n".join(f"        {_input(node)},  # {node.name}: {type(value_of(node)).__name__}" for node in inputs)
-    return f"{header}{HELPERS}{GRAPHS}\n\n" + "\n\n".join(classes) + _MAIN.format(graph=graph, inputs=listed)
+    main = MAIN.format(graph=graph, inputs=listed, modes=", ".join(modes))
+    return f"{header}{HELPERS}{GRAPHS}\n\n" + "\n\n".join(classes) + main
 
 
 def _render_classes(gm: fx.GraphModule, imports: dict[str, str]) -> list[str]:
@@ -119,8 +75,8 @@ def _render_class(gm: fx.GraphModule, modules: dict[int, str], imports: dict[str
     for name, value in code.globals.items():
         if statement := _import(name, value):
             imports[name] = statement
-    if any(getattr(node.target, "namespace", None) == "glue" for node in gm.graph.nodes):
-        imports["glue_compiler.ops"] = "import glue_compiler.ops, glue_compiler.ops.offload  # torch.ops.glue"
+    for name in (name for node in gm.graph.nodes for name in operators.operators_in(node.target)):
+        imports.setdefault(name, _registration(name))
     init = ["super().__init__()"]
     for node in gm.graph.find_nodes(op="get_attr"):
         value = bodies.attribute_of(gm, node)
@@ -129,6 +85,7 @@ def _render_class(gm: fx.GraphModule, modules: dict[int, str], imports: dict[str
             init.append(line)
     # Removing a policy from a checkpoint changes what is saved, not what is computed.
     source = code.src.replace("torch.ops.higher_order.tag_activation_checkpoint(", "checkpoint_body(")
+    source = source.replace("torch.ops.higher_order.autograd_function_apply(", "autograd_function(")
     source = _with_layers(source, gm)
     body = "\n".join(f"    {line}" if line.strip() else "" for line in source.strip().splitlines())
     lines = "\n".join(f"        {line}" for line in init)
@@ -163,14 +120,42 @@ def _import(name: str, value: Any) -> str | None:
     return f"{name} = None  # {value!r} cannot be imported".replace("\n", " ")
 
 
+def _registration(name: str) -> str:
+    """What makes an operator known, or says what is missing."""
+    if name.startswith("glue::"):
+        return "import glue_compiler.ops, glue_compiler.ops.offload  # torch.ops.glue"
+    if module := operators.registering_module(name):
+        return f"import {module}  # torch.ops.{name.replace('::', '.')}"
+    namespace, _, short = name.partition("::")
+    place = operators.registered_at(name)
+    message = f"this graph calls {name}{f', registered at {place}' if place else ''}: import what registers it first"
+    return f"if not hasattr(torch.ops.{namespace}, {short!r}):\n    raise ImportError({message!r})"
+
+
 def _attribute(value: Any, modules: dict[int, str]) -> str:
     if isinstance(value, fx.GraphModule):
         return f"{modules[id(value)]}()"
     if isinstance(value, torch.Tensor):
         if value.numel() <= 64 and compat.is_real(value):
-            return f"torch.tensor({value.tolist()!r}, dtype={value.dtype}, device={str(value.device)!r})"
-        return _random(value)
+            return f"torch.tensor({_literal(value.tolist())}, dtype={value.dtype}, device={str(value.device)!r})"
+        return _random(value, _seed(value))
     return "None"
+
+
+def _literal(value: Any) -> str:
+    """What gives the value back: ``repr`` of a complex number that is not finite does not."""
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_literal, value))}]"
+    return f"complex({value.real!r}, {value.imag!r})" if isinstance(value, complex) else repr(value)
+
+
+def _seed(constant: torch.Tensor) -> int:
+    """Equal for a tensor in every graph that has it, under whatever name."""
+    described: list[object] = [constant.dtype, *map(_hint, constant.shape)]
+    if compat.is_real(constant) and constant.layout is torch.strided:
+        places = torch.linspace(0, constant.numel() - 1, 64).long()
+        described.append(constant.detach()[torch.unravel_index(places, constant.shape)].tolist())
+    return zlib.crc32(repr(described).encode())
 
 
 def _input(node: fx.Node) -> str:
@@ -182,14 +167,15 @@ def _input(node: fx.Node) -> str:
     if isinstance(value, torch.Generator):  # flash attention that is recomputed on a GPU takes one
         return f"torch.Generator({str(value.device)!r})"
     if value is None or type(value) in (bool, int, float, complex, str):
-        return repr(value)
+        return _literal(value)
     return "None"  # the comment beside it names the type
 
 
-def _random(tensor: torch.Tensor) -> str:
+def _random(tensor: torch.Tensor, seed: int | None = None) -> str:
     shape, stride = tuple(map(_hint, tensor.shape)), tuple(map(_hint, tensor.stride()))
     needs_grad = tensor.requires_grad and tensor.is_leaf
-    return f"random_tensor({shape}, {stride}, {tensor.dtype}, {str(tensor.device)!r}, {needs_grad})"
+    seeded = "" if seed is None else f", {seed}"
+    return f"random_tensor({shape}, {stride}, {tensor.dtype}, {str(tensor.device)!r}, {needs_grad}{seeded})"
 
 
 def _hint(number: Any) -> int:

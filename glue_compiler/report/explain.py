@@ -13,7 +13,8 @@ from glue_compiler import compat
 from glue_compiler.backend import GlueBackend
 from glue_compiler.capture import CaptureEvent
 from glue_compiler.options import GlueOptions
-from glue_compiler.report.session import GraphReport, Session
+from glue_compiler.report.graph_report import GraphReport
+from glue_compiler.report.session import Session
 
 
 @dataclass(frozen=True)

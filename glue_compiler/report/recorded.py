@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from glue_compiler.report.alignment import AlignedGraph, align_graphs
+from glue_compiler.report.dump_folder import PROCESSES
 from glue_compiler.report.graph_text import DumpError, GraphText, read_graphs
 
 
@@ -69,6 +70,8 @@ class Recorded:
     torch: str
     graphs: tuple[RecordedGraph, ...]
     capture: tuple[Mapping[str, Any], ...]
+    warnings: tuple[str, ...] = ()
+    """What this dump does not show."""
 
     def graph(self, number: int) -> RecordedGraph:
         """
@@ -87,20 +90,28 @@ def read_folder(folder: Path) -> Recorded:
         DumpError: ``folder`` has no ``summary.json``, or one that is not glue's.
     """
     summary = folder / "summary.json"
+    others = sorted(path.parent.name for kind in ("rank_*", PROCESSES) for path in folder.glob(f"{kind}/summary.json"))
     if not summary.is_file():
-        ranks = sorted(path.parent.name for path in folder.glob("rank_*/summary.json"))
-        hint = f"; it holds one dump for each rank, such as {folder / ranks[0]}" if ranks else ""
+        hint = f"; it holds the dumps of other processes, such as {folder / others[0]}" if others else ""
         raise DumpError(f"{folder} has no summary.json{hint}. GLUE_DUMP=folder makes a dump.")
     try:
-        content = json.loads(summary.read_text())
+        content = json.loads(summary.read_text(encoding="utf-8"))
         return Recorded(
             folder,
             content["torch"],
             tuple(_graph(folder, graph) for graph in content["graphs"]),
             tuple(content["capture"]),
+            tuple(_warnings(folder, content["files"], others)),
         )
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise DumpError(f"{summary} is not a summary of glue: {type(error).__name__}: {error}") from error
+
+
+def _warnings(folder: Path, files: Sequence[str], others: Sequence[str]) -> Iterator[str]:
+    if missing := [name for name in files if not (folder / name).is_file()]:
+        yield f"{len(missing)} of the dump's {len(files)} files are not there, such as {folder / missing[0]}"
+    if others:
+        yield f"{len(others)} other processes wrote dumps of their own, such as {folder / others[0]}"
 
 
 def _graph(folder: Path, graph: Mapping[str, Any]) -> RecordedGraph:
@@ -138,8 +149,8 @@ def _graph(folder: Path, graph: Mapping[str, Any]) -> RecordedGraph:
 
 def _read(path: Path) -> tuple[GraphText, ...]:
     try:
-        return _read_text(path.read_text())
-    except DumpError as error:
+        return _read_text(path.read_text(encoding="utf-8"))
+    except (DumpError, OSError, UnicodeDecodeError) as error:
         raise DumpError(f"{path}: {error}") from error
 
 

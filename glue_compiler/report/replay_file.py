@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 
 from glue_compiler.graph_pass import Numerics
-from glue_compiler.report.dump import HELPERS
+from glue_compiler.report.dump_template import HELPERS
 
 INPUTS_FILE = "inputs.pt"
 _QUOTES = '"""'
@@ -16,12 +16,14 @@ Runs alone: `python {{this file}}` calls both graphs, forward and backward, on t
 on random inputs of the recorded shapes. It exits with 1 if their results differ.
 """
 
+import contextlib
 import sys
 from pathlib import Path
 
 import torch
 
 NUMERICS = "{numerics}"
+RAISES = "the graph after raises"
 # What "close" allows, relative to the norm of a result.
 ALLOWED = {{torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}}
 
@@ -53,7 +55,8 @@ def run(graph, given):
     leaves = [x.detach().clone().requires_grad_(x.requires_grad) if torch.is_tensor(x) else x for x in given]
     # An operator that works in place takes no leaf.
     arguments = [x.clone() if torch.is_tensor(x) and x.requires_grad else x for x in leaves]
-    outputs = graph(*arguments)
+    with inside(make_modes()):
+        outputs = graph(*arguments)
     outputs = outputs if isinstance(outputs, (tuple, list)) else [outputs]
     results = {{f"output {{i}}": x for i, x in enumerate(outputs)}}
     results |= {{f"input {{i}} after the call": x for i, x in enumerate(arguments)}}
@@ -87,7 +90,11 @@ def differs(old, new):
 def compare():
     """The results that differ, by name, and how."""
     given = inputs()
-    old, new = run(before(), given), run(after(), given)
+    old = run(before(), given)
+    try:
+        new = run(after(), given)
+    except Exception as error:
+        return {{RAISES: f"{{type(error).__name__}}: {{error}}"}}
     if old.keys() != new.keys():
         return {{"results": f"{{list(old)}} before, {{list(new)}} after"}}
     found = {{name: differs(old[name], new[name]) for name in old}}
@@ -104,7 +111,7 @@ if __name__ == "__main__":
 
 
 def compose_replay(before: str, after: str, numerics: Numerics, title: str) -> str:
-    """One file from two that ``report/dump.py`` wrote; inputs are those of ``before``."""
+    """One file from two that ``report/dump.py`` wrote; inputs and modes are those of ``before``."""
     make_inputs = before[before.index("def make_inputs") : before.index("if __name__")].rstrip()
     return _FILE.format(
         title=title,

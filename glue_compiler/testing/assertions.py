@@ -13,7 +13,8 @@ from glue_compiler.fx import bodies
 from glue_compiler.fx.copying import copy_graph_module
 from glue_compiler.fx.training_pair import TrainingPair
 from glue_compiler.graph_pass import Numerics
-from glue_compiler.report.dump import GRAPHS, render_graph, render_pair
+from glue_compiler.report.dump import render_graph, render_pair
+from glue_compiler.report.dump_template import GRAPHS
 from glue_compiler.testing.pass_runs import PassRun
 from glue_compiler.verify import runs
 from glue_compiler.verify.compare import find_mismatch

@@ -17,7 +17,8 @@ from glue_compiler.fx.training_pair import TrainingPair
 from glue_compiler.graph_pass import Stage
 from glue_compiler.handoff import hand_off
 from glue_compiler.options import GlueOptions
-from glue_compiler.report.session import GraphReport, Session
+from glue_compiler.report.graph_report import GraphReport
+from glue_compiler.report.session import Session
 
 
 @overload

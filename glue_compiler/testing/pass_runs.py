@@ -15,7 +15,6 @@ from glue_compiler.fx.training_pair import TrainingPair
 from glue_compiler.graph_pass import GraphPass, PairPass, Stage
 from glue_compiler.options import parse_options
 from glue_compiler.pipeline import PassReport, Pipeline
-from glue_compiler.report.dump import render_graph, render_pair
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,7 @@ class PassRun:
     Attributes:
         before: a copy of the graph (or pair) from before.
         after: the graph itself, which was rewritten in place; with a prologue that was split off, both as one graph.
-        report: counts, skips, single rewrites, and both graphs as text if something changed.
+        report: counts, skips and single rewrites.
     """
 
     before: Any
@@ -69,10 +68,10 @@ def run_pass(graph: fx.GraphModule | TrainingPair, graph_pass: Any, **options: A
         copied = TrainingPair(copy_graph_module(graph.forward), copy_graph_module(graph.backward), graph.num_outputs)
         if not isinstance(found, PairPass):
             raise GlueContractError(f"pass '{found.name}' takes a captured graph, not a forward and backward pair")
-        (report,) = pipeline.run_pair(graph, [found], render_pair)
+        (report,) = pipeline.run_pair(graph, [found])
         return PassRun(copied, graph, report)
     before = copy_graph_module(graph)
-    (report,) = pipeline.run(graph, Stage.CAPTURED, render_graph)
+    (report,) = pipeline.run(graph, Stage.CAPTURED)
     after = graph if report.prologue is None else join_prologues(graph, [report.prologue])
     return PassRun(before, after, report)
 

@@ -7,7 +7,6 @@ import math
 import os
 import re
 import shutil
-import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +15,9 @@ from typing import Any
 from glue_compiler.compat import bisector
 from glue_compiler.errors import GlueError, GlueOptionError
 from glue_compiler.graph_pass import Numerics
+from glue_compiler.report.dump_folder import PROCESSES, SUMMARY
 from glue_compiler.report.replay_file import INPUTS_FILE, compose_replay
+from glue_compiler.verify.program_runs import ProgramRuns
 from glue_compiler.verify.replay import REPLAY_FILE, count_inputs
 
 # More rewrites than a compile has. With any limit nothing comes from Inductor's caches, whose graphs run no pass.
@@ -54,19 +55,22 @@ def bisect(
     *,
     metric: str | None = None,
     tolerance: float = 0.0,
+    limit: float | None = None,
     folder: Path = Path("glue_bisect"),
     say: Callable[[str], None] = print,
 ) -> Culprit:
     """Find the pass, and in it the first single rewrite, with which ``command`` fails.
 
-    The command fails when its exit code is not 0, or, with ``metric``, when the number that it prints differs from that
-    of a run without glue's rewrites. It must do the same in each run: the searches, over passes and over rewrites,
-    halve what is left, about log2(passes) + log2(rewrites) + 4 runs.
+    The command fails when its exit code is not 0, when it takes too long, or, with ``metric``, when the number that it
+    prints differs from that of a run without glue's rewrites. It must do the same in each run, and gets the same
+    standard input: the searches, over passes and over rewrites, halve what is left, about log2(passes) +
+    log2(rewrites) + 4 runs.
 
     Args:
         command: the program and its arguments.
         metric: a regular expression; its first group in the last match in the output is a number, such as a loss.
         tolerance: how far that number may be away.
+        limit: seconds that a run may take. None: ten times the longest one before and a minute; the first has no limit.
         folder: for the outputs and dumps of all runs, and in the end ``replay.py``. What an earlier search left there
             goes.
         say: told what is done, a line at a time.
@@ -79,7 +83,7 @@ def bisect(
         raise GlueOptionError("bisect needs a command to run: glue bisect -- python train.py")
     if metric is not None and re.compile(metric).groups < 1:
         raise GlueOptionError(f"the metric {metric!r} has no group: write the number in parentheses, 'loss (\\S+)'")
-    return _Bisection(command, metric, tolerance, folder, say).run()
+    return _Bisection(ProgramRuns(command, limit), metric, tolerance, folder, say).run()
 
 
 def bisect_with_torch(works: Callable[[], bool]) -> Any | None:
@@ -103,20 +107,23 @@ class _Run:
     """One run of the program."""
 
     folder: Path
-    code: int
+    code: int | None
+    """None: it was ended because it took too long."""
     metric: float | None
 
     @property
-    def dumps(self) -> tuple[Path, Path]:
-        """Where the program's dump may be: a distributed program has a folder for each rank."""
-        return self.folder, self.folder / "rank_0"
+    def dumps(self) -> list[Path]:
+        """Where the program's dumps are: a distributed program has a folder for each rank, and so has each of several
+        processes that compile at the same time."""
+        places = [self.folder, self.folder / "rank_0", *sorted(self.folder.glob(PROCESSES))]
+        return [place for place in places if (place / SUMMARY).exists()]
 
     def passes(self) -> list[tuple[int, Mapping[str, Any]]]:
         """(graph, entry in the summary) of each pass over each graph, in order."""
         for place in self.dumps:
-            if (place / "summary.json").exists():
-                summary = json.loads((place / "summary.json").read_text())
-                return [(graph["id"], entry) for graph in summary["graphs"] for entry in graph["passes"]]
+            summary = json.loads((place / SUMMARY).read_text(encoding="utf-8"))
+            if found := [(graph["id"], entry) for graph in summary["graphs"] for entry in graph["passes"]]:
+                return found
         return []
 
     def number_of_rewrites(self) -> int:
@@ -137,13 +144,13 @@ class _Run:
         for place in self.dumps:
             for moment in moments:
                 for file in sorted((place / f"graph_{graph:03d}").glob(f"*_{pass_name}.{moment}.py")):
-                    return file.read_text()
+                    return file.read_text(encoding="utf-8")
         return None
 
 
 @dataclass
 class _Bisection:
-    command: Sequence[str]
+    program: ProgramRuns
     metric: str | None
     tolerance: float
     folder: Path
@@ -217,7 +224,7 @@ class _Bisection:
         if before is not None and after is not None:
             replay = self.folder / REPLAY_FILE
             title = f"Graph {graph} before and after rewrite {number} ({entry['name']}): {what}."
-            replay.write_text(compose_replay(before, after, Numerics(entry["numerics"]), title))
+            replay.write_text(compose_replay(before, after, Numerics(entry["numerics"]), title), encoding="utf-8")
             if entry["stage"] == "captured":
                 self._save_inputs(off, number, graph, replay)
         return Culprit(entry["name"], graph, number, what, replay, self.runs)
@@ -255,14 +262,12 @@ class _Bisection:
             "GLUE_DISABLE": ",".join([*disabled, *off]),
             **more,
         }
-        result = subprocess.run(
-            self.command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
-        )
-        (folder / _LOG).write_text(result.stdout)
-        found = re.findall(self.metric, result.stdout) if self.metric is not None else []
-        run = self.seen[key] = _Run(folder, result.returncode, _number(found[-1]) if found else None)
+        result = self.program.run(environment, folder / _LOG)
+        found = re.findall(self.metric, result.output) if self.metric is not None else []
+        run = self.seen[key] = _Run(folder, result.code, _number(found[-1]) if found else None)
         shown = f", {run.metric}" if run.metric is not None else ""
-        self.say(f"run {self.runs}, {title}: exit code {run.code}{shown}")
+        end = f"exit code {run.code}" if run.code is not None else f"ended after {result.seconds:.0f} s"
+        self.say(f"run {self.runs}, {title}: {end}{shown}")
         return run
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,43 +14,52 @@ from glue_compiler.errors import GlueVerifyError
 from glue_compiler.fx import bodies
 from glue_compiler.fx.copying import copy_graph_module
 from glue_compiler.fx.effects import EffectAnalysis
-from glue_compiler.graph_pass import Numerics, Stage
+from glue_compiler.fx.prologues import join_prologues
+from glue_compiler.fx.training_pair import TrainingPair
+from glue_compiler.graph_pass import Numerics, Prologue, Stage
+from glue_compiler.observer import Observer
 from glue_compiler.options import GlueOptions
-from glue_compiler.report.dump import render_graph
+from glue_compiler.report.dump import render_graph, render_pair
+from glue_compiler.report.dump_folder import DumpFolder
+from glue_compiler.report.graph_report import GraphReport
 from glue_compiler.report.replay_file import INPUTS_FILE, compose_replay
-from glue_compiler.report.session import GraphReport
 from glue_compiler.verify.check import Reference, verified
 from glue_compiler.verify.compare import Mismatch
 from glue_compiler.verify.inputs import Inputs
 from glue_compiler.verify.runs import eager_reference
 
 
-class GraphCheck:
-    """Made before the passes run on a captured graph, and wrapped around what is compiled from it.
+class GraphCheck(Observer):
+    """Keeps a graph as it was captured, and checks each call of what it became against that.
 
     Args:
-        gm: the captured graph.
         report: of the graph; it has all passes by the time of a call.
         folder: of dumps, or None: files then go to a temporary folder.
     """
 
-    def __init__(self, gm: fx.GraphModule, report: GraphReport, options: GlueOptions, folder: Path | None) -> None:
-        self.graph = eager_reference(copy_graph_module(gm))
+    name = "verification"
+
+    def __init__(self, report: GraphReport, options: GlueOptions, folder: DumpFolder | None) -> None:
         self.report = report
         self.options = options
         self.folder = folder
+        self.texts: dict[Stage, list[str]] = {Stage.CAPTURED: [], Stage.PARTITIONED: []}
+
+    def captured(self, gm: fx.GraphModule) -> None:
+        self.graph = eager_reference(copy_graph_module(gm))
         self.is_random = _draws_random_numbers(gm)
-        self.texts: dict[Stage, list[str]] = {Stage.CAPTURED: [render_graph(gm)]}
+        self.texts[Stage.CAPTURED].append(render_graph(gm))
 
-    def show_after(self, whole: fx.GraphModule) -> None:
-        """``whole``: the graph after the passes of the captured stage, with its prologues in front."""
-        self.texts[Stage.CAPTURED].append(render_graph(whole))
+    def handed_off(self, gm: fx.GraphModule, prologues: Sequence[Prologue]) -> None:
+        self.texts[Stage.CAPTURED].append(render_graph(join_prologues(gm, prologues)))
 
-    def show_pair(self, text: str) -> None:
-        """Called with the training step from before the passes over it, and from after."""
-        self.texts.setdefault(Stage.PARTITIONED, []).append(text)
+    def partitioned(self, pair: TrainingPair) -> None:
+        self.texts[Stage.PARTITIONED].append(render_pair(pair))
 
-    def around(self, call: Callable[..., Any]) -> Callable[..., Any]:
+    def pair_finished(self, pair: TrainingPair) -> None:
+        self.texts[Stage.PARTITIONED].append(render_pair(pair))
+
+    def compiled(self, call: Callable[..., Any]) -> Callable[..., Any]:
         return verified(call, Reference(self.graph, self._numerics, self.is_random, self._fail))
 
     def _numerics(self) -> Numerics:
@@ -61,19 +70,23 @@ class GraphCheck:
         return Numerics.BITWISE if exact else Numerics.CLOSE
 
     def _fail(self, found: Mismatch, inputs: Inputs) -> NoReturn:
-        folder = self._write(inputs)
         changed = [p.name for p in self.report.passes if p.changed]
+        try:
+            folder = self._write(inputs)
+            files = f"Its inputs and graphs are in {folder}. To run them alone: glue replay {folder}."
+        except (OSError, RuntimeError) as error:  # torch.save raises either
+            files = f"Its inputs and graphs could not be written ({error})."
         raise GlueVerifyError(
             f"graph {self.report.id}: {found.name} {found.reason}. Passes that changed the graph: "
-            f"{', '.join(changed) or 'none'}. Its inputs and graphs are in {folder}. To run them alone: "
-            f"glue replay {folder}. To find the rewrite: glue bisect -- COMMAND"
+            f"{', '.join(changed) or 'none'}. {files} To find the rewrite: glue bisect -- COMMAND"
         )
 
     def _write(self, inputs: Inputs) -> Path:
-        if self.folder is None:
+        dump = self.folder.path if self.folder is not None else None
+        if dump is None:
             folder = Path(tempfile.mkdtemp(prefix="glue_verify_"))
         else:
-            folder = self.folder / f"graph_{self.report.id:03d}" / "verify"
+            folder = dump / f"graph_{self.report.id:03d}" / "verify"
             folder.mkdir(parents=True, exist_ok=True)
         arguments, _ = inputs.arguments()
         kept = [x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x for x in arguments]
@@ -88,7 +101,7 @@ class GraphCheck:
             # The inputs of a training step are others than those of the captured graph.
             place = folder if stage is Stage.CAPTURED else folder / stage.value
             place.mkdir(exist_ok=True)
-            (place / "replay.py").write_text(text)
+            (place / "replay.py").write_text(text, encoding="utf-8", errors="backslashreplace")
         return folder
 
 

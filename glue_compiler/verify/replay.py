@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -46,7 +47,7 @@ def replay(path: Path) -> list[Replay]:
     ``X.before.py`` beside it.
 
     Raises:
-        GlueGraphFileError: if there is nothing to run at ``path``.
+        GlueGraphFileError: if there is nothing to run at ``path``, or it does not run here.
     """
     if path.is_dir():
         found = sorted(path.rglob(REPLAY_FILE), key=lambda file: len(file.parts))
@@ -57,23 +58,39 @@ def replay(path: Path) -> list[Replay]:
         raise GlueGraphFileError(f"there is no file {path}")
     moments = path.name.split(".")
     if len(moments) == 3 and moments[1] in ("after", "whole"):
-        before = path.with_name(f"{moments[0]}.before.py")
-        after = path.with_name(f"{moments[0]}.whole.py")  # what a split graph and its prologue compute together
-        text = compose_replay(
-            before.read_text(), (after if after.exists() else path).read_text(), _numerics_of(path), str(path)
-        )
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / REPLAY_FILE
-            file.write_text(text)
-            return [_replay_pair(path, _module(file))]
+        return [_replay_after(path, moments[0])]
     module = _module(path)
     if hasattr(module, "compare"):
         return [_replay_pair(path, module)]
-    if not hasattr(module, "make_graph"):
+    if not hasattr(module, "make_graph") or not hasattr(module, "make_modes"):
         raise GlueGraphFileError(f"{path} is no graph that glue wrote")
     torch.manual_seed(0)
-    inputs = module.make_inputs()
-    return [Replay(path, {}, {"graph": _milliseconds(lambda: module.make_graph()(*inputs))})]
+    with _runs(path), module.inside(module.make_modes()):
+        inputs = module.make_inputs()
+        return [Replay(path, {}, {"graph": _milliseconds(lambda: module.make_graph()(*inputs))})]
+
+
+def _replay_after(path: Path, stem: str) -> Replay:
+    before = path.with_name(f"{stem}.before.py")
+    if not before.is_file():
+        raise GlueGraphFileError(f"{path.name} is compared with {before.name} beside it, which is not there")
+    whole = path.with_name(f"{stem}.whole.py")  # what a split graph and its prologue compute together
+    texts = [_text(file) for file in (before, whole if whole.exists() else path)]
+    try:
+        text = compose_replay(texts[0], texts[1], _numerics_of(path), str(path))
+    except (ValueError, IndexError) as error:
+        raise GlueGraphFileError(f"{path}, or the graph before, is no graph that glue wrote") from error
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / REPLAY_FILE
+        file.write_text(text, encoding="utf-8")
+        return _replay_pair(path, _module(file, path))
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise GlueGraphFileError(f"{file} cannot be read: {error}") from error
 
 
 def count_inputs(file: Path) -> int:
@@ -82,13 +99,25 @@ def count_inputs(file: Path) -> int:
 
 
 def _replay_pair(file: Path, module: ModuleType) -> Replay:
-    differences = module.compare()
-    given = module.inputs()
-    times = {
-        name: _milliseconds(lambda graph=graph: module.run(graph, given))  # type: ignore[misc]
-        for name, graph in (("before", module.before()), ("after", module.after()))
-    }
+    with _runs(file):
+        differences = module.compare()
+        if module.RAISES in differences:
+            return Replay(file, differences, {})
+        given = module.inputs()
+        times = {
+            name: _milliseconds(lambda graph=graph: module.run(graph, given))  # type: ignore[misc]
+            for name, graph in (("before", module.before()), ("after", module.after()))
+        }
     return Replay(file, differences, times)
+
+
+@contextlib.contextmanager
+def _runs(file: Path) -> Iterator[None]:
+    """A file that another process wrote may not run in this one: a device or an operator that is not here."""
+    try:
+        yield
+    except Exception as error:
+        raise GlueGraphFileError(f"{file} does not run here: {type(error).__name__}: {error}") from error
 
 
 def _milliseconds(call: Callable[[], Any]) -> float:
@@ -108,12 +137,13 @@ def _wait_for_devices() -> None:
         torch.cuda.synchronize()
 
 
-def _module(file: Path) -> ModuleType:
+def _module(file: Path, shown: Path | None = None) -> ModuleType:
     spec = importlib.util.spec_from_file_location("glue_replayed", file)
-    assert spec is not None
-    assert spec.loader is not None
+    if spec is None or spec.loader is None:
+        raise GlueGraphFileError(f"{file} is no Python file")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with _runs(shown or file):
+        spec.loader.exec_module(module)
     return module
 
 
@@ -121,8 +151,8 @@ def _numerics_of(file: Path) -> Numerics:
     """Of the pass that a dumped file is about, from the dump's summary; close, where there is none."""
     name = file.name.split(".")[0].partition("_")[2]
     try:
-        summary = json.loads((file.parent.parent / "summary.json").read_text())
+        summary = json.loads((file.parent.parent / "summary.json").read_text(encoding="utf-8"))
         found = {p["name"]: p["numerics"] for graph in summary["graphs"] for p in graph["passes"]}
         return Numerics(found[name])
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         return Numerics.CLOSE

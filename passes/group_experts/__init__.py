@@ -8,6 +8,7 @@ from typing import ClassVar
 from torch import fx
 
 from glue_compiler import compat
+from glue_compiler.capture.regions import SpeculativeRegion
 from glue_compiler.fx import bodies
 from glue_compiler.fx.effects import EffectAnalysis
 from glue_compiler.fx.operators import Operators
@@ -37,16 +38,16 @@ class GroupExperts(GraphPass):
         counts: Counter[str] = Counter()
         skips: dict[Skip, None] = {}
         modules = list(bodies.graph_modules(graph))
-        changed = False
+        changed, proved = False, list[SpeculativeRegion]()
         if any(_has_rows_of_unknown_number(module) for module in modules):
-            changed = self._group(graph, modules, context, counts, skips)
+            changed, proved = self._group(graph, modules, context, counts, skips)
         for module in modules:
             for node in fallback_products(module):
                 if context.fuel.take(f"replace {node.name}"):
                     replace_fallback(module, node, context.effects)
                     counts["fallbacks_replaced"] += 1
         counts = +counts  # without zeros
-        return PassResult(changed=changed or bool(counts), counts=dict(counts), skips=tuple(skips))
+        return PassResult(changed or bool(counts), dict(counts), tuple(skips), proved=tuple(proved))
 
     def _group(
         self,
@@ -55,8 +56,8 @@ class GroupExperts(GraphPass):
         context: PassContext,
         counts: Counter[str],
         skips: dict[Skip, None],
-    ) -> bool:
-        """Returns whether it has changed the graph."""
+    ) -> tuple[bool, list[SpeculativeRegion]]:
+        """Returns whether it has changed the graph, and the regions that are proved if what it wrote stays."""
         operators = _operators_of(graph, modules, context.effects)
         decided = [Decisions(module, operators[module], context.fuel) for module in modules]
         # 2.11 cannot compile the backward of a checkpointed body in which numbers are read.
@@ -76,7 +77,7 @@ class GroupExperts(GraphPass):
                 draft.erase()
         changed += [each.put_segments_in(counts) for each in decided]
         skips.update(skip for each in decided for skip in each.skips.items())
-        return any(changed)
+        return any(changed), [region for each in decided for region in each.proved]
 
 
 def _operators_of(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from glue_compiler.expert_capture import REGIONS
+from glue_compiler.capture.regions import REGIONS
 from glue_compiler.fx.effects import Kind
 from glue_compiler.fx.operators import Operators, Value
 from glue_compiler.fx.values import (

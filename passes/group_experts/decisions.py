@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from torch import fx
 
+from glue_compiler.capture.regions import SpeculativeRegion
 from glue_compiler.fuel import Fuel
 from glue_compiler.fx.operators import Operators
 from glue_compiler.graph_pass import Skip
@@ -30,6 +31,8 @@ class Decisions:
         self.gm = gm
         self.operators = operators
         self.skips: dict[Skip, None] = {}
+        self.proved: list[SpeculativeRegion] = []
+        """Regions that do nothing for an expert without rows, if what is put in stays."""
         plan, segments = plan_grouping(gm, operators), plan_segments(gm, operators)
         self.alone = plan.alone
         self.skips.update(dict.fromkeys([*plan.skips, *segments.skips]))
@@ -69,8 +72,7 @@ class Decisions:
             counts["loops_grouped"] += 1
             counts["experts_grouped"] += loop.num_experts
         erased = erase_dead_counts(self.gm, proved, self.operators.analysis)
-        for region in proved:
-            region.proved = True
+        self.proved += proved
         return erased or bool(self.loops)
 
     def put_segments_in(self, counts: Counter[str]) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 import glue_compiler.ops  # noqa: F401  registers torch.ops.glue
-from glue_compiler.expert_capture import HITS, NonEmptyBranch, SpeculativeRegion
+from glue_compiler.capture.regions import HITS, NonEmptyBranch, SpeculativeRegion
 from glue_compiler.fx.effects import EffectAnalysis, Kind
 from glue_compiler.fx.operators import Operators
 from glue_compiler.fx.values import expression, value_of

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from glue_compiler.expert_capture import NonEmptyBranch
+from glue_compiler.capture.regions import NonEmptyBranch
 from glue_compiler.fx.operators import Call, Operators, Value
 from glue_compiler.fx.values import value_of
 from glue_compiler.passes.group_experts.analysis import ExpertLoop

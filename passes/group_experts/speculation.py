@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import fx
 
-from glue_compiler.expert_capture import HITS, REGIONS, NonEmptyBranch, SpeculativeRegion, UnrolledLoop
+from glue_compiler.capture.regions import HITS, REGIONS, NonEmptyBranch, SpeculativeRegion, UnrolledLoop
 from glue_compiler.fx.effects import EffectAnalysis, Kind
 from glue_compiler.fx.operators import Call, Operators, Value
 from glue_compiler.fx.values import source_line, value_of
@@ -67,8 +67,8 @@ def _left_over(
     inside: Collection[fx.Node],
     analysis: EffectAnalysis,
 ) -> str | None:
-    if region.leaves_a_trace:
-        return "its code changes a Python object"
+    if region.harm is not None:
+        return region.harm
     if region.is_running():
         return "the graph ends inside of it"
     left: set[fx.Node] = set()

@@ -131,7 +131,7 @@ class _Planner:
         if any(tensor.device.type not in DEVICES for tensor in tensors_in(value)):
             return "it is on a device other than CPU and CUDA"
         if storages_of(value) & self.numbering.written:
-            return "its memory is written in the graph"
+            return "its memory is written in the graph, or may be by something that is not understood"
         return None
 
     def _reason_of_input(self, value: Any) -> str | None:
@@ -144,7 +144,7 @@ class _Planner:
         if value.device.type not in DEVICES:
             return "it depends on an input on a device other than CPU and CUDA"
         if storages_of(value) & self.numbering.written:
-            return "an input that it depends on is written in the graph"
+            return "an input that it depends on is written in the graph, or may be by something that is not understood"
         return None
 
     # -- what pays

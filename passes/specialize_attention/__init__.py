@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from torch import fx
 
 from glue_compiler.fx.index_expressions import IndexReader
+from glue_compiler.fx.operators import Operators
 from glue_compiler.fx.value_numbering import number_values
 from glue_compiler.graph_pass import GraphPass, Numerics, PassContext, PassResult
 from glue_compiler.passes.specialize_attention.analysis import plan_attention
@@ -27,7 +28,7 @@ class SpecializeAttention(GraphPass):
 
     def run(self, graph: fx.GraphModule, context: PassContext) -> PassResult:
         numbering = number_values(graph, context.effects)
-        reader = IndexReader(numbering)
+        reader = IndexReader(Operators(numbering, context.effects))
         assume_sorted = context.options.assume.get("sorted_document_ids", False)
         plan = plan_attention(numbering, reader, context.options.compiler, assume_sorted=assume_sorted)
         written = ((f"write {each.site.output.name} as {each.form}", each) for each in plan.replacements)

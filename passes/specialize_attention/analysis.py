@@ -11,15 +11,16 @@ import torch
 from torch import fx
 
 from glue_compiler.fx.index_expressions import IndexReader
-from glue_compiler.fx.index_views import shape_of
 from glue_compiler.fx.value_numbering import Numbering
-from glue_compiler.fx.values import source_line, value_of
+from glue_compiler.fx.values import expression, source_line, value_of
 from glue_compiler.graph_pass import Skip
 from glue_compiler.ops.attention_choice import AttentionCall, Kernel, choose, unsupported
 from glue_compiler.ops.attention_costs import pays
 from glue_compiler.options import Compiler
 from glue_compiler.passes.specialize_attention.attention_calls import AttentionSite, attention_sites
 from glue_compiler.passes.specialize_attention.masks import UnknownMask, Visibility, classify_mask
+from glue_compiler.passes.specialize_attention.memory_layouts import layout_of
+from glue_compiler.passes.specialize_attention.metadata_places import MetadataPlace, metadata_place
 
 Form = Literal["unmasked", "causal", "packed"]
 """``unmasked``: sdpa without a mask. ``causal``: sdpa with ``is_causal``. ``packed``: within documents, a
@@ -28,13 +29,15 @@ window, or without padding."""
 
 @dataclass(frozen=True)
 class Replacement:
-    """``site`` computes what ``form`` computes without a mask. ``kernel`` serves ``call``, of ``"packed"``."""
+    """``site`` computes what ``form`` computes without a mask. ``kernel`` serves ``call``, of ``"packed"``; its
+    metadata is computed at ``metadata``."""
 
     site: AttentionSite
     visibility: Visibility
     form: Form
     kernel: Kernel | None = None
     call: AttentionCall | None = None
+    metadata: MetadataPlace | None = None
 
 
 @dataclass
@@ -53,7 +56,8 @@ def plan_attention(numbering: Numbering, reader: IndexReader, compiler: Compiler
                 plan.skips.append(_skip(*found))
                 continue
             try:
-                plan.replacements.append(_replacement(found, _visibility(found, reader, assume_sorted, seen), compiler))
+                visibility = _visibility(found, reader, assume_sorted, seen)
+                plan.replacements.append(_replacement(found, visibility, reader, compiler))
             except UnknownMask as reason:
                 plan.skips.append(_skip(found.output, str(reason)))
     _leave_what_does_not_pay(plan)
@@ -69,8 +73,8 @@ def _visibility(
     """The mask's meaning; layers share masks, so each is read once."""
     if site.mask is None:
         return Visibility()
-    batch, _, length, _ = shape_of(site.query)
-    key = (reader.numbering.numbers[site.mask.node], site.mask.role, batch, length)
+    batch, _, length, _ = map(expression, value_of(site.query).shape)
+    key = (reader.operators.number(site.mask.value), site.mask.role, batch, length)
     if key not in seen:
         try:
             seen[key] = classify_mask(site.mask, batch, length, reader, assume_sorted=assume_sorted)
@@ -82,12 +86,14 @@ def _visibility(
     return found
 
 
-def _replacement(site: AttentionSite, visibility: Visibility, compiler: Compiler) -> Replacement:
+def _replacement(site: AttentionSite, visibility: Visibility, reader: IndexReader, compiler: Compiler) -> Replacement:
     if visibility.keys and (site.inside or site.mask is None or site.mask.role != "shows"):
         raise UnknownMask(
             f"the mask is {visibility.name}, and which keys a query that sees none of them gets instead depends on the "
             "scores; a boolean mask of scaled_dot_product_attention gives zeros, and would be specialised"
         )
+    if layout_of(value_of(site.output)) is None:
+        raise UnknownMask(f"the mask is {visibility.name}, but the result is laid out in memory in a way of its own")
     heads = [value_of(node).shape[1] for node in (site.query, site.grouped_key)]
     if site.is_grouped and not all(isinstance(number, int) for number in heads):
         raise UnknownMask(
@@ -97,7 +103,7 @@ def _replacement(site: AttentionSite, visibility: Visibility, compiler: Compiler
     if not visibility.documents and not visibility.keys and visibility.window < 0:
         return Replacement(site, visibility, "causal" if visibility.is_causal else "unmasked")
     query, key, value = (value_of(node) for node in (site.query, site.grouped_key, site.grouped_value))
-    sizes = shape_of(site.query)[3], shape_of(site.grouped_value)[3]
+    sizes = expression(query.shape[3]), expression(value.shape[3])
     if sizes[0] != sizes[1] and not all(isinstance(size, int) for size in sizes):
         # Symbols must not be compared: that is a guard, and theirs may have no source.
         raise UnknownMask(f"the mask is {visibility.name}, but keys and values are not proved to be of one size")
@@ -108,7 +114,8 @@ def _replacement(site: AttentionSite, visibility: Visibility, compiler: Compiler
     kernel = choose(call, compiler)
     if kernel is None:
         raise UnknownMask(f"the mask is {visibility.name}, but {unsupported(call, compiler)}")
-    return Replacement(site, visibility, "packed", kernel, call)
+    place = metadata_place(site, visibility, reader)
+    return Replacement(site, visibility, "packed", kernel, call, place)
 
 
 def _leave_what_does_not_pay(plan: Plan) -> None:

@@ -11,41 +11,37 @@ import sympy
 import torch
 from torch import fx
 
-from glue_compiler.fx.effects import Kind
-from glue_compiler.fx.index_expressions import IndexReader
-from glue_compiler.fx.index_views import (
-    Element,
-    NotAView,
-    argument,
-    broadcast_index,
-    operator_name,
-    shape_of,
-    source_of,
-)
+from glue_compiler.fx.index_expressions import IndexReader, Unreadable
+from glue_compiler.fx.index_operators import CONVERSIONS
+from glue_compiler.fx.index_views import Element, NotAView, broadcast_index, source_of
+from glue_compiler.fx.operators import FOUND, Call, Operators, Value
 from glue_compiler.fx.value_numbering import Scope
-from glue_compiler.fx.values import is_plain, value_of
+from glue_compiler.fx.values import requires_grad, value_of
+
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
 class Mask:
-    """Which keys a query sees: ``node`` is True for those it ``shows`` or ``hides``, or is ``added`` to the scores."""
+    """Which keys a query sees: ``value`` is True for those it ``shows`` or ``hides``, or is ``added`` to the scores."""
 
-    node: fx.Node
+    value: Value
     role: Literal["shows", "hides", "added"]
 
 
 @dataclass(frozen=True)
 class AttentionSite:
-    """One attention. ``query`` is ``[B, Hq, T, D]``, ``key`` and ``value`` ``[B, Hkv, S, D]``.
+    """One attention. ``query`` is ``[B, Hq, T, D]``, ``key`` and ``value`` ``[B, Hkv, T, D]``.
 
     Attributes:
-        output: the node with the result ``[B, Hq, T, D]``.
+        output: the node with the result ``[B, Hq, T, D]``. It finds in the memory of query, key and value what was
+            there when they were made.
         grouped_key, grouped_value: key and value before their heads were repeated for the query's; the same where they
             were not.
         is_grouped: the query has more heads than ``grouped_key``, or may have.
         scale: None is ``1 / sqrt(D)``.
-        inside: the nodes between query, key, value and output, last first, of softmax written out between two products.
-            Empty for ``scaled_dot_product_attention``.
+        inside: the nodes between query, key, value and output of softmax written out between two products. Nothing
+            else uses them. Empty for ``scaled_dot_product_attention``.
     """
 
     scope: Scope
@@ -66,17 +62,34 @@ class NotAttention(Exception):
     """Attention, but in a form that cannot be specialised; the message says why."""
 
 
-_CASTS = ("to", "float", "type_as", "half", "bfloat16", "double")
+@dataclass
+class _Chain:
+    """Softmax between two products, read from its end: what was found so far."""
+
+    links: list[Value]
+    mask: Mask | None = None
+    dropout: float = 0.0
+    scale: float = 1.0
 
 
 def attention_sites(scope: Scope, reader: IndexReader) -> Iterator[AttentionSite | tuple[fx.Node, str]]:
     """The attentions in one graph that have a mask, and (node, reason) for those that are left alone at first sight."""
+    operators = reader.operators
     for node in scope.module.graph.nodes:
+        found = value_of(node)
+        if not node.op.startswith("call_") or not isinstance(found, torch.Tensor):
+            continue
+        if found.dim() != 4 or not found.is_floating_point():
+            continue
+        value = operators.value(node)
+        call = operators.does(value) if value.node is node else None
         try:
-            if node.target is torch.nn.functional.scaled_dot_product_attention:
-                site = _operator_site(node, scope, reader)
-            elif operator_name(node) == "matmul" and isinstance(value_of(node), torch.Tensor):
-                site = _written_out_site(node, scope, reader)
+            if call is None:
+                continue
+            if call.operator is aten.scaled_dot_product_attention:
+                site = _operator_site(node, call, scope, reader)
+            elif call.operator is aten.matmul:
+                site = _written_out_site(value, call, scope, reader)
             else:
                 continue
         except NotAttention as reason:
@@ -86,52 +99,53 @@ def attention_sites(scope: Scope, reader: IndexReader) -> Iterator[AttentionSite
                 yield site
 
 
-def _operator_site(node: fx.Node, scope: Scope, reader: IndexReader) -> AttentionSite | None:
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-    given = dict(zip(names, node.args, strict=False)) | node.kwargs
-    mask = given.get("attn_mask")
+def _operator_site(node: fx.Node, call: Call, scope: Scope, reader: IndexReader) -> AttentionSite | None:
+    given = call.arguments
+    mask = given["attn_mask"]
     if mask is None:
         return None
-    if not isinstance(mask, fx.Node) or given.get("is_causal"):
+    if not isinstance(mask, Value) or given["is_causal"]:
         raise NotAttention("a mask that is no tensor, or one beside is_causal")
-    role: Literal["shows", "added"] = "shows" if value_of(mask).dtype == torch.bool else "added"
-    query, key, value = (given[name] for name in names[:3])
-    settings: tuple[Any, ...] = (given.get("dropout_p", 0.0), given.get("scale"), given.get("enable_gqa", False))
-    return _site(scope, reader, node, query, key, value, Mask(mask, role), *settings)
+    role: Literal["shows", "added"] = "shows" if reader.dtype(mask) == torch.bool else "added"
+    settings = (given["dropout_p"], given["scale"], given["enable_gqa"])
+    operands = (given["query"], given["key"], given["value"])
+    return _site(scope, reader, node, operands, Mask(mask, role), *settings)
 
 
 def _site(
     scope: Scope,
     reader: IndexReader,
     output: fx.Node,
-    query: Any,
-    key: Any,
-    value: Any,
+    operands: tuple[Any, Any, Any],
     mask: Mask | None,
     dropout: Any,
     scale: Any,
     is_grouped: bool,
     inside: tuple[fx.Node, ...] = (),
 ) -> AttentionSite:
-    tensors = [value_of(node) for node in (query, key, value, output)]
-    if not all(isinstance(t, torch.Tensor) and is_plain(t) and t.dim() == 4 for t in tensors):
-        raise NotAttention("query, key and value are not plain tensors of four dimensions")
-    if not isinstance(dropout, int | float) or not (scale is None or isinstance(scale, int | float)):
-        raise NotAttention("dropout or scale is no constant")
-    if not all(reader.is_fixed(node) for node in (query, key, value)):
-        raise NotAttention("the memory of query, key or value is written in place")
-    (batch, heads, length, _), of_key, of_value = shape_of(query), shape_of(key), shape_of(value)
-    if of_key[:3] != of_value[:3] or of_key[0] != batch or shape_of(output)[:3] != (batch, heads, length):
+    operators = reader.operators
+    query, key, value = (_node_at(each, output, operators) for each in operands)
+    _require_supported_numbers(dropout, scale)
+    shapes = [reader.shape(operators.value(node)) for node in (query, key, value, output)]
+    (batch, heads, length, size), of_key, of_value, of_output = shapes
+    if not value_of(query).is_floating_point():
+        raise NotAttention(f"query, key and value are of {value_of(query).dtype}")
+    if any(each == 0 for shape in shapes for each in shape):
+        raise NotAttention("there is nothing to attend to")
+    if of_key[:3] != of_value[:3] or of_key[0] != batch or of_output[:3] != (batch, heads, length):
         raise NotAttention("query, key, value or mask are broadcast to each other")
+    if of_key[3] != size or of_output[3] != of_value[3]:
+        raise NotAttention("query, key and value have no sizes that are known to fit")
     if of_key[1] != heads and not is_grouped:
         raise NotAttention("one head of keys is broadcast to all queries")
     if length != of_key[2]:
         raise NotAttention("there are not provably as many keys as queries (a cache of earlier keys?)")
-    grouped_key, grouped_value = (_before_repeat(node, heads, reader) for node in (key, value))
-    if shape_of(grouped_key)[1] != shape_of(grouped_value)[1]:
+    _require_equal_gradients(output, (query, key, value), inside)
+    if mask is not None and mask.value.step != FOUND and requires_grad(value_of(mask.value.node)):
+        raise NotAttention("the mask has a gradient")
+    grouped_key, grouped_value = (_before_repeat(node, heads, output, reader) for node in (key, value))
+    if len({reader.shape(operators.value(node))[1] for node in (grouped_key, grouped_value)}) > 1:
         grouped_key, grouped_value = key, value
-    is_grouped = is_grouped or grouped_key is not key
-    scale = float(scale) if scale is not None else None
     return AttentionSite(
         scope,
         output,
@@ -140,125 +154,266 @@ def _site(
         value,
         grouped_key,
         grouped_value,
-        is_grouped,
+        is_grouped or grouped_key is not key,
         mask,
         float(dropout),
-        scale,
+        float(scale) if scale is not None else None,
         inside,
     )
 
 
-def _before_repeat(node: fx.Node, heads: Any, reader: IndexReader) -> fx.Node:
-    """The tensor of which ``node`` repeats each head for a group of query heads; ``node`` itself if it does not."""
-    wanted = tuple(sympy.Symbol(name, integer=True, nonnegative=True) for name in "bhtd")
-    element = Element(node, broadcast_index(wanted, shape_of(node)))
-    while reader.is_pure(element.node) and element.node.graph is node.graph:
-        try:
-            element = source_of(element.node, element.index)
-        except NotAView:
-            return node
-        shape = shape_of(element.node)
-        if len(shape) != 4 or not isinstance(heads, int) or not isinstance(shape[1], int) or heads % shape[1]:
-            continue
-        one_group = (wanted[0], sympy.floor(wanted[1] / (heads // shape[1])), *wanted[2:])
-        if shape[1] < heads and element.index == broadcast_index(one_group, shape):
-            return element.node if reader.is_fixed(element.node) else node
+def _node_at(value: Any, output: fx.Node, operators: Operators) -> fx.Node:
+    """The node of a query, key or value; the attention finds in its memory what it has made."""
+    if not operators.is_tensor(value) or operators.meta(value).rank != 4:
+        raise NotAttention("query, key and value are not plain tensors of four dimensions")
+    node = operators.node_of(value)
+    if node is None or not operators.is_kept(value, output):
+        raise NotAttention("the memory of query, key or value is written in place")
+    if node.graph is not output.graph:
+        raise NotAttention("query, key or value belong to another graph")
     return node
 
 
-def _written_out_site(node: fx.Node, scope: Scope, reader: IndexReader) -> AttentionSite | None:
+def _require_supported_numbers(dropout: Any, scale: Any) -> None:
+    if not isinstance(dropout, int | float) or not (scale is None or isinstance(scale, int | float)):
+        raise NotAttention("dropout or scale is no constant")
+    if not 0 <= dropout < 1:
+        raise NotAttention(f"its dropout is {dropout}")
+    # Kernels take the maximum of unscaled scores, and hide keys before they scale.
+    if scale is not None and not (math.isfinite(scale) and scale > 0):
+        raise NotAttention(f"its scale is {scale}; kernels without a mask take positive ones")
+
+
+def _require_equal_gradients(output: fx.Node, operands: tuple[fx.Node, ...], inside: tuple[fx.Node, ...]) -> None:
+    """One operator in the place of ``output`` must pass gradients on as all nodes between do together."""
+
+    def passes_on(node: fx.Node) -> bool | None:
+        """Does the node pass gradients on? None: it has none to pass on."""
+        if not any(requires_grad(value_of(arg)) for arg in node.all_input_nodes):
+            return None
+        return requires_grad(value_of(node))
+
+    if requires_grad(value_of(output)):
+        is_equal = all(passes_on(node) is not False for node in inside)
+    else:
+        is_equal = passes_on(output) is False or not any(requires_grad(value_of(node)) for node in operands)
+    if not is_equal:
+        raise NotAttention("gradients are switched off for a part of it")
+
+
+def _before_repeat(node: fx.Node, heads: Any, output: fx.Node, reader: IndexReader) -> fx.Node:
+    """The tensor of which ``node`` repeats each head for a group of query heads; ``node`` itself if it does not."""
+    operators = reader.operators
+    wanted = tuple(sympy.Symbol(name, integer=True, nonnegative=True) for name in "bhtd")
+    value = operators.value(node)
+    shape = reader.shape(value)
+    element = Element(value, broadcast_index(wanted, shape))
+    while True:
+        try:
+            element = source_of(operators, element.value, element.index)
+        except NotAView:
+            return node
+        source = reader.shape(element.value)
+        if len(source) != 4 or not isinstance(heads, int) or not isinstance(source[1], int) or source[1] < 1:
+            continue
+        if source[1] >= heads or heads % source[1] or (source[0], *source[2:]) != (shape[0], *shape[2:]):
+            continue
+        one_group = (wanted[0], sympy.floor(wanted[1] / (heads // source[1])), *wanted[2:])
+        if element.index == broadcast_index(one_group, source):
+            found = operators.node_of(element.value)
+            if found is None or found.graph is not node.graph or not operators.is_kept(element.value, output):
+                continue
+            return found if requires_grad(value_of(found)) == requires_grad(value_of(node)) else node
+
+
+def _written_out_site(output: Value, call: Call, scope: Scope, reader: IndexReader) -> AttentionSite | None:
     """matmul(dropout(softmax(scale * matmul(query, key^T) + mask)), value)."""
-    weights, value = argument(node, 0, "input"), argument(node, 1, "other")
-    chain: list[Any] = [weights]
-    dropout = 0.0
-    while isinstance(chain[-1], fx.Node) and operator_name(chain[-1]) in (*_CASTS, "dropout", "contiguous"):
-        if operator_name(chain[-1]) == "dropout" and argument(chain[-1], 2, "training", True):
-            dropout = argument(chain[-1], 1, "p", 0.5)
-        chain.append(chain[-1].args[0])
-    softmax = chain[-1]
-    if not _is_tensor(softmax) or operator_name(softmax) != "softmax":
-        if _is_tensor(softmax) and value_of(softmax).dim() == 4 and _is_part_of_softmax(softmax):
-            raise NotAttention("the weights are a part of the softmax, as with attention sinks, which no kernel takes")
+    operators = reader.operators
+    chain = _Chain([])
+    weights = _softmax(call.arguments["self"], chain, operators)
+    if weights is None:
         return None
-    if value_of(softmax).dim() != 4 or argument(softmax, 1, "dim") not in (-1, 3):
-        return None
-    mask, scores = _masked_scores(softmax.args[0], chain)
-    scale, scores = _scaled_scores(scores, chain)
-    if operator_name(scores) != "matmul":
+    scores = _scaled(_masked(weights, chain, reader), chain, operators)
+    product = operators.does(scores)
+    if product is None or product.operator is not aten.matmul:
         raise NotAttention("softmax of scores that are changed in another way than by a scale and a mask")
-    chain.append(scores)
-    query, transposed = scores.args
-    key = _transposed(transposed)
-    if key is None or not isinstance(query, fx.Node):
+    chain.links.append(scores)
+    key = _transposed(product.arguments["other"], output.node, reader)
+    query, value = product.arguments["self"], call.arguments["other"]
+    if key is None or not operators.is_tensor(query) or not operators.is_tensor(value):
         return None
-    if any(reader.numbering.effects[link].kind not in (Kind.PURE, Kind.OPAQUE) for link in chain):
-        raise NotAttention("an operator in it is not torch's own")
-    if any(len(link.users) > 1 for link in chain):
-        raise NotAttention("the attention weights or scores are used elsewhere too")
-    dtypes = {value_of(each).dtype for each in (query, key, value, scores, weights, node)}
-    if len(dtypes) > 1:
-        raise NotAttention(f"its parts are of several dtypes: {', '.join(sorted(map(str, dtypes)))}")
-    return _site(scope, reader, node, query, key, value, mask, dropout, scale, False, tuple(chain))
+    nodes = [operators.node_of(link) for link in chain.links]
+    if any(node is None or node.graph is not output.node.graph for node in nodes):
+        return None
+    inside = _used_here_alone([node for node in nodes if node is not None], output.node, operators)
+    _require_one_autocast(inside, output.node, scope, operators)
+    _require_one_precision((query, key, value), chain.links, output, scope, operators)
+    operands = (query, key, value)
+    return _site(scope, reader, output.node, operands, chain.mask, chain.dropout, chain.scale, False, inside)
 
 
-def _is_part_of_softmax(node: fx.Node) -> bool:
-    return operator_name(node) == "getitem" and _is_tensor(node.args[0]) and operator_name(node.args[0]) == "softmax"  # type: ignore[arg-type]
+def _softmax(weights: Any, chain: _Chain, operators: Operators) -> Value | None:
+    """What the softmax over keys behind ``weights`` is taken of; None if there is none."""
+    while operators.is_tensor(weights):
+        call = operators.does(weights)
+        if call is None:
+            return None
+        chain.links.append(weights)
+        match call:
+            case Call(aten.softmax | aten.special_softmax, {"self": scores, "dim": dim}):
+                rank = operators.meta(weights).rank
+                is_over_keys = rank == 4 and isinstance(dim, int) and dim % rank == rank - 1
+                return scores if is_over_keys and operators.is_tensor(scores) else None
+            case Call(aten.dropout, {"input": kept, "p": p, "train": train}):
+                if train and p != 0:
+                    if chain.dropout:
+                        raise NotAttention("it has two dropouts")
+                    chain.dropout = p
+                weights = kept
+            case Call(aten.clone | aten.contiguous, {"self": same}):
+                weights = same
+            case Call(aten.slice | aten.narrow, {"self": part}):
+                behind = operators.does(part)
+                if behind is not None and behind.operator is aten.softmax:
+                    raise NotAttention("only a part of the softmax is used: attention sinks")
+                return None
+            case _:
+                if call.operator not in CONVERSIONS:
+                    return None
+                weights = call.arguments["self"]
+    return None
 
 
-def _masked_scores(node: Any, chain: list[Any]) -> tuple[Mask | None, Any]:
+def _masked(value: Value, chain: _Chain, reader: IndexReader) -> Value:
     """Takes a mask off the scores: ``+``, ``masked_fill`` or ``where``."""
-    name = operator_name(node)
-    if name in _CASTS and value_of(node).dtype == value_of(node.args[0]).dtype:
-        chain.append(node)
-        return _masked_scores(node.args[0], chain)
-    if name == "add" and not node.kwargs:
-        for scores, mask in (node.args, node.args[::-1]):
-            if _is_tensor(scores) and _is_tensor(mask) and _is_product(scores):
-                chain.append(node)
-                return Mask(mask, "added"), scores
-    if name == "masked_fill" and _hides_by(argument(node, 2, "value"), node):
-        chain.append(node)
-        return Mask(argument(node, 1, "mask"), "hides"), node.args[0]
-    if name == "where" and len(node.args) == 3 and _hides_by(node.args[2], node):
-        chain.append(node)
-        return Mask(node.args[0], "shows"), node.args[1]
-    return None, node
+    operators = reader.operators
+    call = operators.does(value)
+    match call:
+        case Call(aten.add, {"self": Value() as first, "other": Value() as second, "alpha": 1}):
+            for scores, mask in ((first, second), (second, first)):
+                if operators.is_tensor(mask) and _is_product(scores, operators):
+                    chain.mask = Mask(mask, "added")
+                    chain.links.append(value)
+                    return scores
+        case Call(aten.masked_fill, {"self": Value() as scores, "mask": Value() as mask, "value": filling}):
+            if reader.dtype(mask) == torch.bool and _hides_by(filling, value, reader):
+                chain.mask = Mask(mask, "hides")
+                chain.links.append(value)
+                return scores
+        case Call(aten.where, {"condition": Value() as mask, "self": Value() as scores, "other": filling}):
+            if reader.dtype(mask) == torch.bool and _hides_by(filling, value, reader):
+                chain.mask = Mask(mask, "shows")
+                chain.links.append(value)
+                return scores
+        case Call(operator, {"self": Value() as scores}) if operator in CONVERSIONS:
+            chain.links.append(value)
+            return _masked(scores, chain, reader)
+        case _:
+            pass
+    return value
 
 
-def _hides_by(filling: Any, node: fx.Node) -> bool:
-    return isinstance(filling, int | float) and filling <= max(torch.finfo(value_of(node).dtype).min, -1e9)
+def _hides_by(filling: Any, value: Value, reader: IndexReader) -> bool:
+    """Does a score of ``filling`` in ``value`` leave a weight of zero?"""
+    dtype = reader.dtype(value)
+    if isinstance(filling, Value) and reader.operators.is_tensor(filling) and not reader.shape(filling):
+        try:
+            filling = reader.read(filling, ())
+        except Unreadable:
+            return False
+        filling = float(filling) if filling.is_number and filling is not sympy.nan else None
+    is_known = isinstance(filling, int | float) and dtype.is_floating_point
+    return is_known and filling <= max(torch.finfo(dtype).min, -1e9)
 
 
-def _scaled_scores(node: Any, chain: list[Any]) -> tuple[float, Any]:
-    scale = 1.0
-    while _is_tensor(node) and operator_name(node) in ("mul", "div", "truediv") and len(node.args) == 2:
-        scores, factor = node.args
-        if operator_name(node) == "mul" and _is_tensor(factor):
-            scores, factor = factor, scores
-        if node.kwargs or not isinstance(factor, int | float) or not math.isfinite(factor) or factor == 0:
-            break
-        scale = scale * factor if operator_name(node) == "mul" else scale / factor
-        chain.append(node)
-        node = scores
-    return scale, node
+def _scaled(value: Value, chain: _Chain, operators: Operators) -> Value:
+    """Takes factors off the scores."""
+    while True:
+        call = operators.does(value)
+        match call:
+            case Call(aten.mul | aten.multiply, {"self": first, "other": second}):
+                scores, factor = (first, second) if isinstance(first, Value) else (second, first)
+            case Call(aten.div | aten.divide | aten.true_divide, {"self": scores, "other": divisor}):
+                is_rounded = call.arguments.get("rounding_mode") is not None
+                is_number = isinstance(divisor, int | float) and divisor != 0
+                factor = 1 / divisor if is_number and not is_rounded else None
+            case _:
+                return value
+        if not operators.is_tensor(scores) or not isinstance(factor, int | float):
+            return value
+        if not math.isfinite(factor) or factor <= 0:
+            return value
+        chain.scale *= factor
+        chain.links.append(value)
+        value = scores
 
 
-def _is_product(node: fx.Node) -> bool:
-    return operator_name(_scaled_scores(node, [])[1]) == "matmul"
+def _is_product(value: Value, operators: Operators) -> bool:
+    call = operators.does(_scaled(value, _Chain([]), operators))
+    return call is not None and call.operator is aten.matmul
 
 
-def _is_tensor(node: Any) -> bool:
-    return isinstance(node, fx.Node) and isinstance(value_of(node), torch.Tensor)
-
-
-def _transposed(node: Any) -> fx.Node | None:
+def _transposed(value: Any, output: fx.Node, reader: IndexReader) -> Value | None:
     """The key ``[B, H, S, D]`` behind ``[B, H, D, S]``."""
-    if not _is_tensor(node) or value_of(node).dim() != 4:
+    operators = reader.operators
+    if not operators.is_tensor(value) or operators.meta(value).rank != 4:
         return None
     b, h, d, s = (sympy.Symbol(name, integer=True, nonnegative=True) for name in "bhds")
-    try:
-        element = source_of(node, (b, h, d, s))
-    except NotAView:
-        return None
-    shape = shape_of(element.node)
-    return element.node if len(shape) == 4 and element.index == broadcast_index((b, h, s, d), shape) else None
+    shape = reader.shape(value)
+    element = Element(value, broadcast_index((b, h, d, s), shape))
+    while True:
+        before = requires_grad(value_of(element.value.node))
+        try:
+            element = source_of(operators, element.value, element.index)
+        except NotAView:
+            return None
+        if requires_grad(value_of(element.value.node)) != before:
+            return None
+        found = reader.shape(element.value)
+        swapped = (shape[0], shape[1], shape[3], shape[2])
+        if found == swapped and element.index == broadcast_index((b, h, s, d), found):
+            node = operators.node_of(element.value)
+            if node is not None and node.graph is output.graph:
+                return element.value
+
+
+def _used_here_alone(links: list[fx.Node], output: fx.Node, operators: Operators) -> tuple[fx.Node, ...]:
+    """The nodes of a chain, with those that stand for the same values, last first.
+
+    Raises:
+        NotAttention: something else uses them.
+    """
+    inside = dict.fromkeys(links)
+    waiting = list(inside)
+    while waiting:
+        node = waiting.pop()
+        for user in node.users:
+            if user is output or user in inside:
+                continue
+            if not user.op.startswith("call_") or operators.value(user) != operators.value(node):
+                raise NotAttention("the attention weights or scores are used elsewhere too")
+            inside[user] = None
+            waiting.append(user)
+    return tuple(node for node in reversed(output.graph.nodes) if node in inside)
+
+
+def _require_one_autocast(inside: tuple[fx.Node, ...], output: fx.Node, scope: Scope, operators: Operators) -> None:
+    modes = {operators.analysis.mode_of(scope.module, node).autocast for node in (*inside, output)}
+    if len(modes) > 1:
+        raise NotAttention("autocast is switched on or off inside of it")
+
+
+def _require_one_precision(
+    operands: tuple[Value, Value, Value], links: list[Value], output: Value, scope: Scope, operators: Operators
+) -> None:
+    """What is computed between the operands and the result is at least as exact as the result's dtype."""
+    wanted = operators.meta(output)
+    of_operands = {operators.meta(each).dtype for each in operands}
+    is_cast = torch.is_autocast_enabled(wanted.device.type)
+    is_cast = is_cast or bool(operators.analysis.mode_of(scope.module, output.node).autocast)
+    if of_operands != {wanted.dtype} and not (is_cast and torch.float64 not in of_operands):
+        names = ", ".join(sorted(str(each) for each in of_operands | {wanted.dtype}))
+        raise NotAttention(f"its parts are of several dtypes: {names}")
+    for each in {operators.meta(link).dtype for link in links}:
+        if torch.promote_types(each, wanted.dtype) != each:
+            raise NotAttention(f"its parts are of several dtypes: {each} between {wanted.dtype}")

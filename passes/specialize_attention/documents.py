@@ -7,17 +7,18 @@ from typing import Any
 
 import sympy
 import torch
-from torch import fx
 
-from glue_compiler.fx.index_expressions import IndexReader, as_boolean
-from glue_compiler.fx.index_views import Index, NotAView, argument, operator_name, shape_of
-from glue_compiler.fx.values import value_of
+from glue_compiler.fx.index_expressions import IndexReader
+from glue_compiler.fx.index_numbers import as_boolean
+from glue_compiler.fx.index_operators import INDEX_DTYPES, is_non_negative
+from glue_compiler.fx.index_views import Index, NotAView
+from glue_compiler.fx.operators import Call, Value
+
+aten = torch.ops.aten
 
 BATCH, HEAD, QUERY, KEY = (sympy.Symbol(name, integer=True, nonnegative=True) for name in "bhqk")
 TOKEN = sympy.Symbol("t", integer=True, positive=True)
 """A token that is not the first of its row."""
-
-_INTEGERS = (torch.int32, torch.int64)
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,12 @@ class Monotone:
     """
 
     because: tuple[str, ...]
+
+
+def over_tokens(expression: Any) -> Any | None:
+    """An expression of ``QUERY`` as one of ``TOKEN``; None if it says something else of the first token of a row."""
+    vector = expression.xreplace({QUERY: TOKEN})
+    return vector if vector.xreplace({TOKEN: QUERY}) == expression else None
 
 
 def monotone(vector: Any, reader: IndexReader, *, assume_sorted: bool) -> Monotone | None:
@@ -58,15 +65,15 @@ class _Direction:
             return None if direction is None else direction * (1 if factor > 0 else -1)
         if isinstance(vector, sympy.floor):
             return self.of(vector.args[0])
-        node = self.reader.leaves.get(getattr(vector.func, "__name__", ""))
-        return self._of_leaf(node, vector.args) if node is not None else None
+        value = self.reader.leaves.get(getattr(vector.func, "__name__", ""))
+        return self._of_leaf(value, vector.args) if value is not None else None
 
-    def _of_leaf(self, node: fx.Node, index: Index) -> int | None:
+    def _of_leaf(self, value: Value, index: Index) -> int | None:
         along = [dim for dim, i in enumerate(index) if TOKEN in i.free_symbols]
         if len(along) != 1 or index[along[0]] not in (TOKEN, TOKEN - 1):
             return None
-        lemma = _never_decreases(node, along[0], self.reader)
-        if lemma is None and self.assume_sorted and value_of(node).dtype in _INTEGERS:
+        lemma = _never_decreases(value, along[0], self.reader)
+        if lemma is None and self.assume_sorted and self.reader.dtype(value) in INDEX_DTYPES:
             lemma = "assumed: document ids are sorted"
         if lemma is None:
             return None
@@ -74,44 +81,36 @@ class _Direction:
         return 1
 
 
-def _never_decreases(node: fx.Node, dim: int, reader: IndexReader) -> str | None:
-    if value_of(node).dtype not in _INTEGERS or not reader.is_pure(node):
+def _never_decreases(value: Value, dim: int, reader: IndexReader) -> str | None:
+    """The lemma by which the operator behind ``value`` gives numbers that never decrease along ``dim``."""
+    if reader.dtype(value) not in INDEX_DTYPES:
         return None
-    name = operator_name(node)
-    if name == "cumsum" and argument(node, 1, "dim") in (dim, dim - len(shape_of(node))):
-        return "a cumsum of non-negative steps" if _is_non_negative(node.args[0]) else None
-    if name in ("searchsorted", "bucketize"):
-        values = node.args[1] if name == "searchsorted" else node.args[0]
-        boundaries = node.args[0] if name == "searchsorted" else node.args[1]
-        is_vector = isinstance(boundaries, fx.Node) and len(shape_of(boundaries)) == 1
+    match reader.operators.does(value):
+        case Call(aten.cumsum, {"self": steps, "dim": along}):
+            if along % len(reader.shape(value)) == dim and is_non_negative(steps, reader.operators):
+                return "a cumsum of non-negative steps"
         # Each comparison of a binary search goes to the right for a larger value too, sorted boundaries or not.
-        if is_vector and "sorter" not in node.kwargs and _index_never_decreases(values, dim, reader):
-            return "a binary search for growing values"
-    if name == "repeat_interleave" and isinstance(node.args[0], fx.Node):
-        along = argument(node, 2, "dim")
-        flat = len(shape_of(node.args[0])) == 1
-        if flat and along in (None, 0, -1) and _index_never_decreases(node.args[0], 0, reader):
-            return "repeat_interleave of growing values"
+        case Call(aten.searchsorted, {"sorted_sequence": boundaries, "self": values, "sorter": None}):
+            if len(reader.shape(boundaries)) == 1 and _grows(values, dim, reader):
+                return "a binary search for growing values"
+        case Call(aten.bucketize, {"self": values}):
+            if _grows(values, dim, reader):
+                return "a binary search for growing values"
+        case Call(aten.repeat_interleave, {"self": Value() as values, "repeats": Value(), "dim": along}):
+            if len(reader.shape(values)) == 1 and along in (None, 0, -1) and _grows(values, 0, reader):
+                return "repeat_interleave of growing values"
+        case _:
+            pass
     return None
 
 
-def _index_never_decreases(node: Any, dim: int, reader: IndexReader) -> bool:
-    if not isinstance(node, fx.Node) or value_of(node).dtype not in _INTEGERS:
+def _grows(value: Any, dim: int, reader: IndexReader) -> bool:
+    """Are the integers of ``value`` proved to grow, or to stay equal, along ``dim``?"""
+    if not reader.operators.is_tensor(value) or reader.dtype(value) not in INDEX_DTYPES:
         return False
-    anywhere = [sympy.Dummy(f"index{d}", integer=True, nonnegative=True) for d in range(len(shape_of(node)))]
-    index = (*anywhere[:dim], TOKEN, *anywhere[dim + 1 :])
-    return _Direction(reader, False).of(reader.read(node, index)) == 1
-
-
-def _is_non_negative(node: Any) -> bool:
-    """Booleans, and integers that were booleans."""
-    while isinstance(node, fx.Node) and isinstance(value_of(node), torch.Tensor):
-        if value_of(node).dtype == torch.bool:
-            return True
-        if operator_name(node) not in ("to", "int", "long", "type") or value_of(node).dtype not in _INTEGERS:
-            return False
-        node = node.args[0]
-    return False
+    anywhere = [sympy.Dummy(f"index{d}", integer=True, nonnegative=True) for d in range(len(reader.shape(value)))]
+    vector = over_tokens(reader.read(value, (*anywhere[:dim], QUERY, *anywhere[dim + 1 :])))
+    return vector is not None and _Direction(reader, False).of(vector) == 1
 
 
 def unit_step_vectors(ids: Any, reader: IndexReader) -> list[Any]:
@@ -120,14 +119,15 @@ def unit_step_vectors(ids: Any, reader: IndexReader) -> list[Any]:
     ``ids`` is a cumsum of steps. Where it stays equal all steps between are zero (they are non-negative); if a step is
     zero only when ``f(t) - f(t-1) == 1``, then ``f(q) - f(k) == q - k`` for two tokens of one document.
     """
-    node = reader.leaves.get(getattr(ids.func, "__name__", ""))
-    if node is None or not reader.is_pure(node) or operator_name(node) != "cumsum":
+    value = reader.leaves.get(getattr(ids.func, "__name__", ""))
+    call = reader.operators.does(value) if value is not None else None
+    if call is None or call.operator is not aten.cumsum:
         return []
-    dim = argument(node, 1, "dim")
-    if not isinstance(dim, int) or ids.args[dim] != TOKEN or not _is_non_negative(node.args[0]):
+    steps, dim = call.arguments["self"], call.arguments["dim"]
+    if ids.args[dim] != TOKEN or not is_non_negative(steps, reader.operators):
         return []
     try:
-        stays = sympy.Not(as_boolean(reader.operand(node.args[0], ids.args)))
+        stays = sympy.Not(as_boolean(reader.operand(steps, ids.args)))
     except NotAView:
         return []
     found: list[Any] = []

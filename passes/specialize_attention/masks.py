@@ -8,16 +8,9 @@ from typing import Any
 import sympy
 import torch
 
-from glue_compiler.fx.index_expressions import (
-    IndexReader,
-    Unreadable,
-    as_boolean,
-    as_number,
-    holds_where,
-    is_selected_constant,
-)
+from glue_compiler.fx.index_expressions import IndexReader, Unreadable
+from glue_compiler.fx.index_numbers import as_boolean, as_number, holds_where, is_selected_constant
 from glue_compiler.fx.index_views import NotAView
-from glue_compiler.fx.values import value_of
 from glue_compiler.passes.specialize_attention.attention_calls import Mask
 from glue_compiler.passes.specialize_attention.documents import (
     BATCH,
@@ -26,6 +19,7 @@ from glue_compiler.passes.specialize_attention.documents import (
     QUERY,
     TOKEN,
     monotone,
+    over_tokens,
     unit_step_vectors,
 )
 
@@ -67,10 +61,10 @@ def classify_mask(mask: Mask, batch: Any, length: Any, reader: IndexReader, *, a
     Raises:
         UnknownMask: it is none of those that :class:`Visibility` describes.
     """
-    tensor = value_of(mask.node)
-    index = (sympy.Integer(0) if batch == 1 else BATCH, HEAD, QUERY, KEY)[4 - tensor.dim() :]
+    meta = reader.operators.meta(mask.value)
+    index = (sympy.Integer(0) if batch == 1 else BATCH, HEAD, QUERY, KEY)[4 - meta.rank :]
     try:
-        visible = _visible(reader.read(mask.node, index), tensor.dtype)
+        visible = _visible(reader.read(mask.value, index), meta.dtype)
         if mask.role == "hides":
             visible = sympy.Not(visible)
         return _Classifier(visible, length, reader, assume_sorted).run()
@@ -81,6 +75,8 @@ def classify_mask(mask: Mask, batch: Any, length: Any, reader: IndexReader, *, a
 def _visible(value: Any, dtype: torch.dtype) -> Any:
     if dtype == torch.bool:
         return as_boolean(value)
+    if not dtype.is_floating_point:
+        raise UnknownMask(f"numbers in {dtype} are added to the scores")
     value = as_number(value)
     if not is_selected_constant(value):
         raise UnknownMask("what is added to the scores is more than 0 or minus infinity")
@@ -145,20 +141,23 @@ class _Classifier:
 
     @staticmethod
     def _is_of_keys(condition: Any) -> bool:
-        """Is it about a key alone, whatever the query, and known at run time only?"""
+        """Is it about a key alone, whatever the query, and no range of keys that is known now?"""
         symbols = condition.free_symbols
         is_known_later = bool(condition.atoms(sympy.core.function.AppliedUndef))
-        return is_known_later and KEY in symbols and symbols <= {BATCH, KEY}
+        is_range = not is_known_later and not isinstance(condition, sympy.Ne)
+        return not is_range and KEY in symbols and symbols <= {BATCH, KEY}
 
     def _equality(self, condition: Any) -> None:
         difference = sympy.expand(condition.lhs - condition.rhs)
         of_query = sum((term for term in sympy.Add.make_args(difference) if QUERY in term.free_symbols), sympy.S.Zero)
         if of_query.could_extract_minus_sign():
             of_query, difference = -of_query, -difference
-        vector = of_query.xreplace({QUERY: TOKEN})
+        vector = over_tokens(of_query)
         is_difference = KEY not in of_query.free_symbols and HEAD not in of_query.free_symbols
         if not is_difference or sympy.expand(of_query - of_query.xreplace({QUERY: KEY}) - difference) != 0:
             raise UnknownMask(f"{self._show(condition)} does not compare one vector at query and key")
+        if vector is None:
+            raise UnknownMask(f"{self._show(condition)} treats the first token of a row in its own way")
         proof = monotone(vector, self.reader, assume_sorted=self.assume_sorted)
         if proof is None:
             raise UnknownMask(
@@ -230,6 +229,6 @@ class _Classifier:
 
     def _show(self, expression: Any) -> str:
         text = str(expression)
-        for name, node in self.reader.leaves.items():
-            text = text.replace(f"{name}(", f"{node.name}(")
+        for name, value in self.reader.leaves.items():
+            text = text.replace(f"{name}(", f"{value.node.name}(")
         return text

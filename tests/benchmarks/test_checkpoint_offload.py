@@ -10,7 +10,8 @@ import torch
 from benchmarks.checkpoint_decoder import SIZES, Decoder, Shape, batch_of
 from benchmarks.checkpoint_length import GRAIN, longest
 from benchmarks.checkpoint_numerics import errors, results
-from benchmarks.checkpoint_offload import clean_up, main, measure
+from benchmarks.checkpoint_offload import main, measure
+from benchmarks.checkpoint_rows import clean_up
 
 TINY = Shape(**{**SIZES["tiny"], "layers": 2}, batch=1, tokens=16)
 
@@ -43,6 +44,7 @@ def test_every_gradient_of_the_adapters_is_a_result():
     assert len(found) == 2 + 2 * 4  # loss and input; two adapters of two matrices in each layer
 
 
+@pytest.mark.slow
 def test_a_row_of_layers_moves_all_inputs_but_the_last():
     clean_up(torch.device("cpu"))  # of what other tests moved
     got = measure("layers-glue", TINY, 1, torch.device("cpu"))
@@ -58,6 +60,7 @@ def test_the_longest_sequence_takes_rows_and_needs_a_budget(capsys):
             main(["--longest", "--budget", "24GiB", "--rows", "layers-none,layers-glue"])
 
 
+@pytest.mark.slow
 def test_a_transformers_model_moves_its_inputs_too():
     pytest.importorskip("peft")
     clean_up(torch.device("cpu"))

@@ -17,6 +17,7 @@ from glue_compiler.cli import main
 from glue_compiler.cli.explain import TargetError, call_of, find
 from glue_compiler.cli.main import app
 from glue_compiler.compat import known_problems
+from glue_compiler.errors import GlueGraphFileError
 from glue_compiler.options import GlueOptions, parse_options
 from glue_compiler.report.environment import pass_states
 from glue_compiler.report.graph_text import DumpError
@@ -294,3 +295,30 @@ def test_a_page_survives_code_that_looks_like_html(tmp_path):
     target = tmp_path / "elsewhere.html"
     assert run("view", str(tmp_path), "-o", str(target)).exit_code == 0
     assert "</script><b>" not in target.read_text()
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"{}", b'{"graphs": 3}'])
+def test_a_summary_that_is_none_is_one_line_and_exit_code_2(content, tmp_path):
+    (tmp_path / "summary.json").write_bytes(content)
+    with pytest.raises(DumpError, match="is not a summary of glue"):
+        run("view", str(tmp_path))
+
+
+def test_graphs_that_cannot_be_read_are_one_line(tmp_path):
+    compile_and_call(lambda x: x + 1, tmp_path, torch.ones(3))
+    file = tmp_path / "graph_000" / "00_unchanged.py"
+    file.write_bytes(b"x = '\xff'\n")
+    with pytest.raises(DumpError, match="00_unchanged.py"):
+        run("view", str(tmp_path))
+    with pytest.raises(GlueGraphFileError, match="00_unchanged.py does not run here"):
+        run("replay", str(file))
+    file.with_name("01_own.after.py").write_bytes(b"x = '\xff'\n")
+    with pytest.raises(GlueGraphFileError, match=r"compared with 01_own.before.py beside it, which is not there"):
+        run("replay", str(file.with_name("01_own.after.py")))
+
+
+def test_a_file_that_is_gone_is_said(tmp_path):
+    compile_and_call(lambda x: x + 1, tmp_path, torch.ones(3))
+    assert "are not there" not in run("view", str(tmp_path)).stderr
+    (tmp_path / "graph_000" / "00_unchanged.py").unlink()
+    assert "1 of the dump's 1 files are not there" in run("view", str(tmp_path)).stderr

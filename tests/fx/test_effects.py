@@ -133,7 +133,9 @@ def runs_of(fn, *args, monkeypatch):
     run.call(*args)
     ran = []
     original = EffectAnalysis._run
-    monkeypatch.setattr(EffectAnalysis, "_run", lambda self, node, *rest: ran.append(node) or original(self, node, *rest))
+    monkeypatch.setattr(
+        EffectAnalysis, "_run", lambda self, node, *rest: ran.append(node) or original(self, node, *rest)
+    )
     analysis = EffectAnalysis.for_graph(run.graph)
     return ran, {node: analysis.of(run.graph, node) for node in run.graph.graph.nodes}
 

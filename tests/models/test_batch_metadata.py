@@ -51,7 +51,11 @@ TOWERS = {
 }
 
 
-@pytest.mark.parametrize(("name", "whole"), [("qwen2_5_vl", False), ("qwen3_vl", True)], ids=["layers", "whole"])
+@pytest.mark.parametrize(
+    ("name", "whole"),
+    [("qwen2_5_vl", False), pytest.param("qwen3_vl", True, marks=pytest.mark.slow)],
+    ids=["layers", "whole"],
+)
 def test_a_vision_tower_reads_its_image_lengths_once_for_all_layers(name, whole):
     def reads(depth):
         torch.manual_seed(0)
@@ -102,12 +106,12 @@ def flash_attention(monkeypatch):
         monkeypatch.setattr(flash_utils, name, value)
 
 
-def text_model(config_class, model_class, attention, **more):
+def text_model(config_class, model_class, attention, layers=4, **more):
     config = config_class(
         vocab_size=64,
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=4,
+        num_hidden_layers=layers,
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=16,
@@ -122,7 +126,7 @@ def text_model(config_class, model_class, attention, **more):
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
 def test_padding_under_flash_attention_is_counted_once(flash_attention, checkpointing):
-    model = text_model(transformers.LlamaConfig, transformers.LlamaModel, "flash_attention_2")
+    model = text_model(transformers.LlamaConfig, transformers.LlamaModel, "flash_attention_2", layers=2)
     if checkpointing:
         model.gradient_checkpointing_enable()
     eager = copy.deepcopy(model)

@@ -72,6 +72,13 @@ def test_the_metadata_of_a_step_is_computed_once(name, checkpointing):
     without = LAYERS * (2 if checkpointing else 1)
     assert reads(lambda: step(eager, batch(5, 19))) == (without, without)
     assert reads(lambda: step(model, batch(5, 19))) == (1, 1)
+    # A collator's padding cut off: views of longer tensors.
+    for lengths in ((5, 19), (8, 16)):
+        cut = {name: tensor[:, :24] for name, tensor in batch(*lengths, 6).items()}
+        for got, want in zip(step(model, cut), step(eager, cut), strict=True):
+            torch.testing.assert_close(got, want)
+    cut = {name: tensor[:, :24] for name, tensor in batch(10, 14, 6).items()}
+    assert reads(lambda: step(model, cut)) == (1, 1)
     fresh = batch(6, 18)
     with torch.no_grad():
         model(**batch(9, 15))  # compiles

@@ -9,7 +9,7 @@ pytest.importorskip("peft")
 from demo.packed_model import packed_batches, packed_qwen3
 from tests.captured import compile_with_glue, count
 
-LAYERS = 4
+LAYERS = 2
 
 
 def batches(number=2):
@@ -43,7 +43,7 @@ def test_metadata_once_in_the_graph_and_the_same_bits(checkpointing):
         assert count(run.graph, torch.nonzero, "nonzero") == expected
         assert count(run.graph, "item") == expected
     for off, on in zip(steps[False], steps[True], strict=True):
-        assert len(off) == len(on) > LAYERS
+        assert len(off) == len(on) > 4 * LAYERS
         assert all(torch.equal(a, b) for a, b in zip(off, on, strict=True))
     for batch, compiled in zip(batches(), steps[True], strict=True):
         for got, want in zip(compiled, step(model, model, batch), strict=True):

@@ -79,8 +79,8 @@ def step(model, call, inputs):
     ("build", "at_least", "compiler"),
     [
         (gemma3, 25, "aot_eager"),
-        (gpt_oss, 15, "aot_eager"),
-        (mamba2, 10, "aot_eager"),
+        pytest.param(gpt_oss, 15, "aot_eager", marks=pytest.mark.slow),
+        pytest.param(mamba2, 10, "aot_eager", marks=pytest.mark.slow),
         (modernbert, 6, "aot_eager"),
         # AOTAutograd's backward of this model runs under Inductor only, with or without glue (torch 2.13).
         pytest.param(qwen3_next, 2, "inductor", marks=pytest.mark.slow),

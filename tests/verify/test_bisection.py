@@ -88,6 +88,19 @@ def test_a_program_that_fails_anyway_says_where_to_search(program, tmp_path, cap
     assert "torch._inductor.compiler_bisector" in capsys.readouterr().out
 
 
+def test_a_program_that_hangs_fails_and_its_rewrite_is_found(program, tmp_path):
+    command = program("first 0 2", first=3)
+    text = (tmp_path / "program.py").read_text()
+    text = text.replace("sys.exit(", "import time; HANGS and time.sleep(600)  # ").replace(
+        "HANGS", "'first 0 2' in whats"
+    )
+    (tmp_path / "program.py").write_text(text)
+    said = []
+    found = bisect(command, limit=2.0, folder=tmp_path / "out", say=said.append)
+    assert found.what == "first 0 2"
+    assert "ended after 2 s" in said[0]
+
+
 def test_other_files_in_the_folder_stay(program, tmp_path):
     notes = tmp_path / "out" / "notes.txt"
     notes.parent.mkdir()

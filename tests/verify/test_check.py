@@ -290,3 +290,17 @@ def test_off_it_is_not_in_a_call(monkeypatch):
         call(torch.ones(3))
     assert returned[0] == handed[0]
     assert returned[1] != handed[1]
+
+
+def test_a_mismatch_names_its_graph_without_a_dump_and_where_nothing_can_be_written(tmp_path, monkeypatch):
+    call = compiled(model, extra_passes=[RenameFunctions])
+    torch.compile(cosine, backend="glue", options={"compiler": "aot_eager"})(*inputs())  # a graph before it
+    numbers = []
+    for folder in (tmp_path, tmp_path / "missing"):
+        torch.compiler.reset()
+        monkeypatch.setattr("tempfile.tempdir", str(folder))
+        with pytest.raises(GlueVerifyError, match=r"graph \d+: ") as caught:
+            call(*inputs())
+        numbers.append(int(re.search(r"graph (\d+)", str(caught.value))[1]))
+        assert ("could not be written" in str(caught.value)) == (folder.name == "missing")
+    assert numbers[1] == numbers[0] + 1 > 1

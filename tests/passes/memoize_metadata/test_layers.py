@@ -137,14 +137,70 @@ def test_layers_share_one_artifact_and_no_value_recompiles():
     assert len(stack.session.graphs) <= 2
 
 
-def test_an_in_place_change_between_two_layers():
+class Positions(torch.nn.Module):
+    """A buffer and a view of it; a deep copy has both on one memory, with a version counter each."""
+
+    def __init__(self, *lengths):
+        super().__init__()
+        self.register_buffer("whole", positions_of(*lengths))
+        self.view = self.whole[:]
+
+
+def refill_copied_buffer(*lengths):
+    module = copy.deepcopy(Positions(*lengths))
+    return module.view, module.whole.copy_
+
+
+def refill_another_tensor_over_the_pool(*lengths):
+    pool = positions_of(*lengths)
+    filled = torch.empty(0, dtype=pool.dtype).set_(pool.untyped_storage(), 0, pool.shape)
+    return pool, filled.copy_
+
+
+REFILLS = {
+    "copy_": lambda *lengths: (p := positions_of(*lengths), p.copy_),
+    "data": lambda *lengths: (p := positions_of(*lengths), lambda other: p.data.copy_(other)),
+    "storage": lambda *lengths: (
+        p := positions_of(*lengths),
+        lambda other: p.untyped_storage().copy_(other.untyped_storage()),
+    ),
+    "buffer that was copied with its view": refill_copied_buffer,
+    "another tensor over the pool": refill_another_tensor_over_the_pool,
+    "numpy": lambda *lengths: (p := positions_of(*lengths), lambda other: p.numpy().__setitem__(..., other.numpy())),
+}
+
+
+@pytest.mark.parametrize("make", REFILLS.values(), ids=REFILLS)
+def test_a_refill_between_two_layers_and_between_two_steps(make):
     stack = Compiled(Layer, Layer)
-    stack.check(positions_of(5, 7))
-    x, positions = torch.randn(12, 4, dtype=torch.float64), positions_of(6, 6)
-    first = stack.model.layers[0](x, positions)
-    assert torch.equal(first, stack.eager.layers[0](x, positions))
-    positions.copy_(positions_of(2, 2, 8))
-    assert torch.equal(stack.model.layers[1](first, positions), stack.eager.layers[1](first, positions))
+    positions, refill = make(6, 6)
+    stack.check(positions)
+    with torch.no_grad():
+        x = torch.randn(12, 4, dtype=torch.float64)
+        first = stack.model.layers[0](x, positions)
+        assert torch.equal(first, stack.eager.layers[0](x, positions))
+        refill(positions_of(2, 2, 8))
+        assert torch.equal(stack.model.layers[1](first, positions), stack.eager.layers[1](first, positions))
+    for lengths in ((3, 9), (1, 11), (5, 7)):
+        refill(positions_of(*lengths))
+        stack.check(positions)
+        refill(positions_of(4, 4, 4))
+        assert stack.reads(positions) == (1, 1), "layers of one step still share"
+
+
+def test_batches_that_are_views_of_one_tensor():
+    """Padding cut off, and a batch in two parts whose gradients are summed."""
+    stack = Compiled(*[Layer] * LAYERS)
+    padded = torch.cat([positions_of(5, 7), torch.zeros(4, dtype=torch.int64)])
+    for view in (padded[:12], *torch.stack([positions_of(2, 10), positions_of(12)])):
+        stack.check(view)
+    assert stack.reads(padded[:12]) == (0, 0)
+    padded[12:] = 1
+    assert stack.reads(padded[:12]) == (0, 0), "a write beside the view"
+    padded[3] = 0
+    assert stack.reads(padded[:12]) == (1, 1)
+    micro = torch.stack([positions_of(4, 8), positions_of(6, 6)])
+    assert [stack.reads(part) for part in micro] == [(1, 1)] * 2
 
 
 def test_models_in_turn():

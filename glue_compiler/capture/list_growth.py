@@ -1,6 +1,6 @@
 """Reads in bytecode how a function uses a list that a loop appends to: as a whole, joined by a call, or otherwise.
 
-Instructions are Dynamo's, see :mod:`glue_compiler.bytecode`.
+Instructions are Dynamo's, see :mod:`glue_compiler.capture.bytecode`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import dis
 from dataclasses import dataclass
 from typing import Any
 
-from glue_compiler.bytecode import Instructions, Span
+from glue_compiler.capture.bytecode import Instructions, Loop, Span
 
 _CALLS = ("CALL", "CALL_FUNCTION", "CALL_KW", "CALL_FUNCTION_KW", "CALL_METHOD")
 # Opcode → how many values it takes, of those that stand between a list and what takes it. Others are not followed.
@@ -35,17 +35,23 @@ class Growth:
     """The other instructions that take the list, as an argument."""
 
 
-def growth_of(instructions: Instructions, span: Span, append: int) -> Growth | None:
-    """The list that the call at ``append`` in ``span`` appends one item to, if nothing else can tell how long it is.
+def growth_of(instructions: Instructions, loop: Loop, span: Span, method: int) -> Growth | None:
+    """The list whose ``append`` is read at ``method`` in ``span``, to append one item, if nothing else can tell how
+    long it is.
 
-    It is the value of one local name, made empty, and is otherwise given to calls, or asked whether it is empty.
+    It is the value of one local name, made empty. The loop does nothing else with it, and other code gives it to
+    calls, or asks whether it is empty.
     """
-    for i in range(span.start, min(span.end, append)):
-        if instructions[i].opname in _READS and _appends_at(instructions, i) == append:
-            name = instructions[i].argval
-            calls = _uses(instructions, name, append)
-            return Growth(name, append, calls) if calls is not None and _starts_empty(instructions, name) else None
-    return None
+    read = method - 1
+    append = _appends_at(instructions, read) if instructions[read].opname in _READS else None
+    if append is None or not span.start <= read < append < span.end:
+        return None
+    name = instructions[read].argval
+    calls = _uses(instructions, name, append)
+    if calls is None or not _starts_empty(instructions, name):
+        return None
+    used = [i for i in range(loop.head, loop.end) if name in _names(instructions[i].argval)]
+    return Growth(name, append, calls) if used == [read] else None
 
 
 def _appends_at(instructions: Instructions, read: int) -> int | None:

@@ -2,8 +2,9 @@
 
 import pytest
 
-from glue_compiler import bytecode, compat
-from glue_compiler.list_growth import growth_of
+from glue_compiler import compat
+from glue_compiler.capture import bytecode
+from glue_compiler.capture.list_growth import growth_of
 
 
 def instructions_of(function):
@@ -129,6 +130,15 @@ def given(items, found):
     return found
 
 
+def asked_in_the_loop(items, join):
+    found = []
+    for n in items:
+        if found:
+            break
+        found.append(n + 1)
+    return join(found)
+
+
 def in_a_closure(items, join):
     found = []
     for n in items:
@@ -137,7 +147,15 @@ def in_a_closure(items, join):
 
 
 @pytest.mark.parametrize(
-    ("function", "calls"), [(joined, 1), (measured, 2), (named_twice, None), (given, None), (in_a_closure, None)]
+    ("function", "calls"),
+    [
+        (joined, 1),
+        (measured, 2),
+        (named_twice, None),
+        (given, None),
+        (asked_in_the_loop, None),
+        (in_a_closure, None),
+    ],
 )
 def test_lists_that_only_calls_take(function, calls):
     """Each of the calls must turn out to be a ``cat`` when it is traced, which ``len`` is not."""
@@ -145,5 +163,5 @@ def test_lists_that_only_calls_take(function, calls):
     head = next(i for i, each in enumerate(instructions) if each.opname == "FOR_ITER")
     loop = bytecode.loop_at(instructions, head)
     span = bytecode.Span(head + 1, loop.end, head)
-    found = [growth for at in range(span.start, span.end) if (growth := growth_of(instructions, span, at))]
+    found = [growth for at in range(span.start, span.end) if (growth := growth_of(instructions, loop, span, at))]
     assert [(growth.name, len(growth.calls)) for growth in found] == ([] if calls is None else [("found", calls)])

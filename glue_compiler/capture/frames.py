@@ -14,8 +14,9 @@ from types import CodeType
 from typing import Any, Protocol
 
 from glue_compiler import compat
-from glue_compiler.expert_capture import SpeculativeRegions
-from glue_compiler.guarded_branches import GuardedBranches
+from glue_compiler.capture.expert_loops import SpeculativeRegions
+from glue_compiler.capture.guarded_branches import GuardedBranches
+from glue_compiler.capture.size_assumptions import SizeAssumptions
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +42,12 @@ def convert_frame(convert: Callable[[], Any], record: Callable[[CaptureEvent], N
     if compat.dynamo_flags(tuple(FLAGS)) == FLAGS:
         return _convert(convert, record)
     try:
-        with compat.patch_dynamo(FLAGS), GuardedBranches().capturing():
-            return convert()
+        assumptions = SizeAssumptions()
+        with compat.patch_dynamo(FLAGS), compat.traced(GuardedBranches()), compat.traced(assumptions):
+            result = convert()
+        if assumptions.unguarded is None:
+            return result
+        reason = assumptions.unguarded
     except Exception as error:
         if not _may_be_the_flags(error):
             return _raise(error, record)
@@ -60,19 +65,19 @@ def convert_frame_with_loops(
     """Convert one frame with loops over experts traced for all experts, and once more as it is if one is not proved."""
     speculative = SpeculativeRegions(shortened)
     try:
-        with speculative.capturing():
+        with compat.traced(speculative):
             result = convert_frame(convert, record)
     except Exception as error:
-        if not speculative.regions:
+        if not speculative.regions and not speculative.overran:
             raise
         reason = _first_line(error)
     else:
-        if speculative.all_harmless():
+        if speculative.all_harmless() and not speculative.overran - shortened:
             return result
         reason = "code of a loop over experts is not proved to do nothing for experts without rows"
-    if speculative.overran() - shortened:
+    if speculative.overran - shortened:
         # A mask with a class for "no expert": the weights end one earlier, and eager would fail there too.
-        return convert_frame_with_loops(convert, record, shortened | speculative.overran())
+        return convert_frame_with_loops(convert, record, shortened | speculative.overran)
     log.info("a frame is converted again, its loops over experts left to Dynamo: %s", reason)
     record(CaptureEvent(reason, retried=True))
     return convert_frame(convert, record)

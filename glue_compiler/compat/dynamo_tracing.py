@@ -1,0 +1,276 @@
+"""Dynamo: one hook into its tracing, that tells observers what traced code does, and asks them where it branches."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from glue_compiler.compat.harmless_values import touched
+from glue_compiler.compat.known_index import hit_variable, read_as_number, replace_known_index
+from glue_compiler.compat.parts import ANY, Feature, Uses
+
+
+@dataclass(frozen=True)
+class Step:
+    """An instruction that Dynamo has traced, and the stack before and after it, the lowest value first.
+
+    ``nodes``: how many it has added to the graph. ``goes_on``: it is neither a return nor the end of a graph.
+    """
+
+    frame: Any
+    at: int
+    before: Sequence[Any]
+    after: Sequence[Any]
+    nodes: int
+    goes_on: bool
+
+    @property
+    def instruction(self) -> Any:
+        return self.frame.instructions[self.at]
+
+    @property
+    def pushed(self) -> list[Any]:
+        """The values that were not on the stack before."""
+        known = {id(value) for value in self.before}
+        return [touched(value) for value in self.after if id(value) not in known]
+
+    def taken(self, pushes: int) -> list[Any]:
+        """The values that it took, if it pushes this many."""
+        return [touched(value) for value in self.before[max(len(self.after) - pushes, 0) :]]
+
+
+class TracingObserver:
+    """Told and asked while Dynamo traces a frame. What a class does not override is left to Dynamo."""
+
+    def length_of(self, frame: Any, iterated: fx.Node) -> int | None:
+        """How many items a tensor of unknown length has; they are ``tensor([0])``, ``tensor([1])``, ... then."""
+        return None
+
+    def decide(self, frame: Any, at: int | None, node: fx.Node, expression: Any) -> bool | None:
+        """The value of a condition that only exists at run time.
+
+        Args:
+            frame: Dynamo's translator.
+            at: index of the conditional jump; None: Python asks for a bool elsewhere.
+            node: of the condition. expression: its sympy expression, if it is a number.
+        """
+        return None
+
+    def is_watching(self, frame: Any, at: int) -> bool:
+        """Called before each instruction: is ``stepped`` to be called after it?"""
+        return False
+
+    def stepped(self, step: Step) -> None:
+        """Dynamo has traced an instruction."""
+
+    def created(self, token: Any) -> None:
+        """Traced code made a Python object that can change; ``token`` stands for it."""
+
+    def made(self, node: fx.Node, misuses_index: bool) -> None:
+        """Dynamo added a node to a graph.
+
+        ``misuses_index``: it takes an item of ``length_of``'s otherwise than to index a tensor with it.
+        """
+
+
+TRACING = Feature(
+    "tracing of loops over experts and of branches on integer inputs",
+    {
+        "torch._dynamo.bytecode_transformation:cleaned_instructions": Uses(("code",)),
+        "torch._dynamo.output_graph:SubgraphTracer.create_proxy": Uses(("self", "kind", "target")),
+        "torch._dynamo.symbolic_convert:InstructionTranslatorBase.run": Uses(names=("step",)),
+        "torch._dynamo.symbolic_convert:InstructionTranslatorBase.step": Uses(
+            ("self",), ("instruction_pointer", "instructions", "stack", "output", "dispatch_table")
+        ),
+        "torch._dynamo.variables.base:AttributeMutationNew.__init__": Uses(("self",)),
+        "torch._dynamo.variables.base:ValueMutationNew.__init__": Uses(("self",)),
+        "torch._dynamo.variables.base:VariableTracker.as_proxy": Uses(("self",)),
+        "torch._dynamo.variables.base:VariableTracker.as_python_constant": Uses(("self",)),
+        "torch._dynamo.variables.base:VariableTracker.call_method": Uses(("self", "tx", "name", "args", "kwargs")),
+        "torch._dynamo.variables.base:VariableTracker.is_python_constant": Uses(("self",)),
+        "torch._dynamo.variables.constant:ConstantVariable.create": Uses(("value",)),
+        "torch._dynamo.variables.lazy:LazyVariableTracker.realize": Uses(("self",)),
+        "torch._dynamo.variables.lists:ListVariable": ANY,
+        "torch._dynamo.variables.tensor:SymNodeVariable.evaluate_expr": Uses(("self", "output_graph")),
+        "torch._dynamo.variables.tensor:TensorVariable.unpack_var_sequence": Uses(("self", "tx")),
+    },
+)
+"""Also for what ``dynamo_frames.py``, ``harmless_values.py`` and ``known_index.py`` use."""
+
+
+class _Observers(threading.local):
+    now: tuple[TracingObserver, ...] = ()
+    nodes: int = 0
+    """How many were made while anybody observed."""
+
+
+_observers = _Observers()
+_lock = threading.Lock()
+_hooks = 0
+_saved: list[tuple[Any, str, Any]] = []
+
+
+@contextlib.contextmanager
+def traced(observer: TracingObserver) -> Iterator[None]:
+    """What this thread's Dynamo traces meanwhile, ``observer`` hears of, after the observers around it."""
+    if not TRACING.is_available():
+        yield
+        return
+    with _hooked(), _listening((*_observers.now, observer)):
+        yield
+
+
+def unobserved() -> contextlib.AbstractContextManager[None]:
+    """A frame that is converted while another one is compiled is no part of that one."""
+    return _listening(())
+
+
+@contextlib.contextmanager
+def _listening(observers: tuple[TracingObserver, ...]) -> Iterator[None]:
+    before = _observers.now
+    _observers.now = observers
+    try:
+        yield
+    finally:
+        _observers.now = before
+
+
+@contextlib.contextmanager
+def _hooked() -> Iterator[None]:
+    """Dynamo is as it was when no thread traces for an observer."""
+    global _hooks
+    with _lock:
+        if not _hooks:
+            _install()
+        _hooks += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _hooks -= 1
+            if not _hooks:
+                _uninstall()
+
+
+def _install() -> None:
+    from torch._dynamo.output_graph import SubgraphTracer
+    from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+    from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
+    from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
+
+    parts = [
+        (TensorVariable, "unpack_var_sequence", _unpack),
+        (InstructionTranslatorBase, "step", _step),
+        (SymNodeVariable, "evaluate_expr", _evaluate),
+        (SubgraphTracer, "create_proxy", _create),
+        # Those of objects that existed before are made, too, when code first touches one.
+        (AttributeMutationNew, "__init__", _born),
+        (ValueMutationNew, "__init__", _born),
+    ]
+    # All or none: what may fail comes before the first is replaced.
+    replaced = [(owner, name, getattr(owner, name), replacement) for owner, name, replacement in parts]
+    wrapped = [functools.wraps(original)(replacement(original)) for _, _, original, replacement in replaced]
+    for (owner, name, original, _), replacement in zip(replaced, wrapped, strict=True):
+        _saved.append((owner, name, original))
+        setattr(owner, name, replacement)
+
+
+def _uninstall() -> None:
+    while _saved:
+        owner, name, original = _saved.pop()
+        setattr(owner, name, original)
+
+
+def _unpack(original: Callable[..., Any]) -> Callable[..., Any]:
+    def unpack_var_sequence(self: Any, tx: Any, idxes: Any = None) -> Any:
+        if idxes is None:
+            for observer in _observers.now:
+                length = observer.length_of(tx, self.as_proxy().node)
+                if length is not None:
+                    return [hit_variable()(i) for i in range(length)]
+        return original(self, tx, idxes)
+
+    return unpack_var_sequence
+
+
+def _step(original: Callable[..., Any]) -> Callable[..., Any]:
+    from torch._dynamo.variables.constant import ConstantVariable
+    from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
+
+    def step(self: Any) -> Any:
+        at = self.instruction_pointer
+        if _observers.now and at is not None and self.stack and _is_branch(self.instructions[at].opname):
+            condition = self.stack[-1]
+            if isinstance(condition, TensorVariable | SymNodeVariable):
+                value = _decided(self, at, condition)
+                if value is not None:
+                    self.stack[-1] = ConstantVariable.create(value)
+        watching = [observer for observer in _observers.now if at is not None and observer.is_watching(self, at)]
+        if not watching:
+            return original(self)
+        read_as_number(self, at)
+        before, nodes = list(self.stack), _observers.nodes
+        goes_on = original(self)
+        done = Step(self, at, before, list(self.stack), _observers.nodes - nodes, goes_on)
+        for observer in watching:
+            observer.stepped(done)
+        return goes_on
+
+    return step
+
+
+def _is_branch(opname: str) -> bool:
+    # JUMP_IF_..._OR_POP is left out: it may leave the condition itself behind, as a result.
+    return opname.startswith("POP_JUMP") and opname.endswith(("_TRUE", "_FALSE"))
+
+
+def _evaluate(original: Callable[..., Any]) -> Callable[..., Any]:
+    def evaluate_expr(self: Any, output_graph: Any = None) -> Any:
+        if _observers.now and output_graph is not None and isinstance(self.sym_num, torch.SymBool):
+            value = _decided(output_graph.current_tx, None, self)
+            if value is not None:
+                return value
+        return original(self, output_graph)
+
+    return evaluate_expr
+
+
+def _decided(frame: Any, at: int | None, condition: Any) -> bool | None:
+    node = getattr(condition.as_proxy(), "node", None)
+    if not isinstance(node, fx.Node):
+        return None
+    expression = getattr(getattr(getattr(condition, "sym_num", None), "node", None), "expr", None)
+    for observer in _observers.now:
+        value = observer.decide(frame, at, node, expression)
+        if value is not None:
+            return value
+    return None
+
+
+def _born(original: Callable[..., Any]) -> Callable[..., Any]:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        for observer in _observers.now:
+            observer.created(self)
+
+    return __init__
+
+
+def _create(original: Callable[..., Any]) -> Callable[..., Any]:
+    def create_proxy(self: Any, *args: Any, **kwargs: Any) -> Any:
+        proxy = original(self, *args, **kwargs)
+        if _observers.now:
+            _observers.nodes += 1
+            misuses_index = replace_known_index(proxy.node)
+            for observer in _observers.now:
+                observer.made(proxy.node, misuses_index)
+        return proxy
+
+    return create_proxy

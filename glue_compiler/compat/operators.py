@@ -1,0 +1,43 @@
+"""Who registered an operator (2.11 to 2.15)."""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import Any
+
+import torch
+
+_BUILT_IN = {"aten", "prims", "prim"}
+
+
+def operators_in(target: Any) -> list[str]:
+    """``["mine::scale"]`` for an operator that ``import torch`` alone may not register."""
+    if not isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        return []
+    name = target._qualified_op_name if isinstance(target, torch._ops.OpOverloadPacket) else target._schema.name
+    return [] if name.split("::")[0] in _BUILT_IN else [name]
+
+
+def registered_at(name: str) -> str:
+    """The file and line that registered an operator, ``scale.py:12``; ``""`` if it is not known."""
+    from torch._library.custom_ops import OPDEFS
+
+    if (definition := OPDEFS.get(name)) is not None:
+        code = getattr(definition._init_fn, "__code__", None)
+        return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else ""
+    found = re.search(r"^debug: registered at (.*)$", torch._C._dispatch_dump(name), re.MULTILINE)
+    return found[1] if found else ""
+
+
+def registering_module(name: str) -> str | None:
+    """The module to import before an operator can be called; None if none is known that another process could import.
+
+    Operators of C++ extensions are registered by the package that carries their namespace's name, where there is one.
+    """
+    file = registered_at(name).rpartition(":")[0]
+    modules = list(sys.modules.items())
+    found = next((key for key, value in modules if getattr(value, "__file__", None) == file), None) if file else None
+    namespace = name.split("::")[0]
+    found = found or (namespace if namespace in sys.modules else None)
+    return None if found in (None, "__main__") else found

@@ -1,0 +1,94 @@
+"""The source files that decide what a class does: its module, and what that imports."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+import inspect
+import sys
+from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+
+
+def sources_of(kind: type) -> tuple[Path, ...]:
+    """The file that defines ``kind`` and those that it imports, and so on: of its own package, and of the user's other
+    code. Not Python's own, nor other installed packages, nor glue's but for its passes.
+
+    Raises:
+        OSError: for a class without a file, or a module that imports others by names that are computed.
+    """
+    own = Path(inspect.getfile(kind))
+    module = sys.modules.get(kind.__module__)
+    if module is None or getattr(module, "__file__", None) is None:
+        return (own,)
+    found: dict[str, Path] = {}
+    waiting = [module.__name__]
+    top = module.__name__.partition(".")[0]
+    while waiting:
+        name = waiting.pop()
+        if name in found or _is_the_toolkit(name) or not (name.partition(".")[0] == top or _is_the_users(name)):
+            continue
+        file = own if name == module.__name__ else _file_of(name)
+        if file is None:
+            continue
+        found[name] = file
+        if file.suffix == ".py":
+            package = name if file.stem == "__init__" else name.rpartition(".")[0]
+            waiting += [parent for parent in (name.rpartition(".")[0],) if parent]
+            waiting += _imports_of(file, package)
+    return tuple(sorted(set(found.values())))
+
+
+def _is_the_toolkit(name: str) -> bool:
+    return name.partition(".")[0] == "glue_compiler" and not name.startswith("glue_compiler.passes.")
+
+
+def _file_of(name: str) -> Path | None:
+    """None for what has no file, or is no module."""
+    spec = _spec_of(name)
+    if spec is not None and spec.origin is not None and spec.has_location:
+        return Path(spec.origin)
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return Path(file) if file is not None else None
+
+
+def _spec_of(name: str) -> ModuleSpec | None:
+    try:
+        return importlib.util.find_spec(name)  # of a module that is loaded, or will be inside of a function
+    except (ImportError, ValueError, AttributeError):
+        return None
+
+
+def _is_the_users(name: str) -> bool:
+    """Is a module neither Python's own nor of an installed package?"""
+    top = name.partition(".")[0]
+    if top in sys.stdlib_module_names or top in sys.builtin_module_names:
+        return False
+    spec = _spec_of(top)
+    folders = list(spec.submodule_search_locations or ()) if spec is not None else []  # a package without __init__
+    places = [place for place in (_file_of(top), *map(Path, folders)) if place is not None]
+    return bool(places) and not any({"site-packages", "dist-packages"}.intersection(place.parts) for place in places)
+
+
+# What a running process does is decided by what it has loaded, so each file is read once.
+@functools.cache
+def _imports_of(file: Path, package: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(_imported(ast.parse(file.read_bytes()), package, file)))
+
+
+def _imported(tree: ast.AST, package: str, file: Path) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")[: len(package.split(".")) + 1 - node.level] if node.level else []
+            base = ".".join([*parents, *([node.module] if node.module else [])])
+            yield base
+            yield from (f"{base}.{alias.name}" for alias in node.names)  # modules among them
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("import_module", "importlib.import_module"):
+            name = node.args[0] if node.args else None
+            if not isinstance(name, ast.Constant) or not isinstance(name.value, str):
+                raise OSError(f"{file} imports modules by names that are computed")
+            yield importlib.util.resolve_name(name.value, package) if name.value.startswith(".") else name.value

@@ -1,0 +1,123 @@
+"""Runs programs eagerly and with glue, and says what is wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import linecache
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from glue_compiler.testing.captures import Capture, compile_and_keep
+from glue_compiler.testing.fuzz import harness
+from glue_compiler.testing.fuzz.process_state import ProcessState
+from glue_compiler.testing.fuzz.programs import Program
+
+FILE = "fuzzed_program.py"
+
+
+class NotAProgram(Exception):
+    """It fails eagerly too."""
+
+
+@dataclass
+class Verdict:
+    """What one program showed.
+
+    Attributes:
+        wrong: differences from eager, in words; empty if there are none.
+        fired: pass → single rewrites, of those that rewrote something.
+        skipped: passes that looked at something and left it alone.
+    """
+
+    wrong: list[str]
+    fired: dict[str, int] = field(default_factory=dict)
+    skipped: set[str] = field(default_factory=set)
+
+
+def module_of(program: Program) -> dict[str, Any]:
+    """The program as a module of its own."""
+    source = program.source()
+    # Dynamo reads source lines for its messages.
+    linecache.cache[FILE] = (len(source), None, source.splitlines(keepends=True), FILE)
+    module: dict[str, Any] = {"__name__": "fuzzed_program"}
+    exec(compile(source, FILE, "exec"), module)
+    return module
+
+
+def eager_results(program: Program) -> dict[str, Any]:
+    """
+    Raises:
+        NotAProgram: if a call raises.
+    """
+    try:
+        seen = harness.observe(module_of(program))
+    except Exception as error:
+        raise NotAProgram(str(error)) from error
+    errors = [value for label, value in seen.items() if label.endswith(": error")]
+    if errors and not program.raises:
+        raise NotAProgram(errors[0])
+    return seen
+
+
+def runs_eagerly(program: Program) -> bool:
+    """Is there anything to compare with?"""
+    try:
+        eager_results(program)
+    except NotAProgram:
+        return False
+    return True
+
+
+def verdict(program: Program, expected: Mapping[str, Any] | None = None, off: tuple[str, ...] = ()) -> Verdict:
+    """Compile ``program`` with glue, without the passes ``off``, and compare it with eager."""
+    expected = eager_results(program) if expected is None else expected
+    kept: list[Capture] = []
+
+    def wrap(function: Callable[..., Any]) -> Any:
+        options = {"strict": False, "passes": dict.fromkeys(off, False), **dict(program.options)}
+        kept.append(compile_and_keep(function, fullgraph=False, dynamic=program.dynamic, **options))
+        return kept[-1].call
+
+    module = module_of(program)
+    state = ProcessState.now()
+    with clean_dynamo():
+        actual = harness.observe(module, wrap)
+        found = Verdict(harness.differences(module, dict(expected), actual) + state.differences())
+        for report in (p for run in kept for graph in run.session.graphs for p in graph.passes):
+            if report.changed:
+                found.fired[report.name] = found.fired.get(report.name, 0) + max(1, len(report.rewrites))
+            elif report.skips:
+                found.skipped.add(report.name)
+    return found
+
+
+def is_torchs_own(program: Program, expected: Mapping[str, Any]) -> bool:
+    """Is plain ``aot_eager`` as wrong?"""
+    with clean_dynamo():
+        module = module_of(program)
+        actual = harness.observe(module, lambda f: torch.compile(f, backend="aot_eager", dynamic=program.dynamic))
+        found = harness.differences(module, dict(expected), actual)
+    return bool(found)
+
+
+@contextlib.contextmanager
+def clean_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    try:
+        yield
+    finally:
+        torch._dynamo.reset()
+        linecache.cache.pop(FILE, None)
+
+
+def quiet_and_frozen() -> None:
+    """Set up a process: calls that fail on fake tensors are no news, and collections skip what is imported."""
+    for name in ("_subclasses.fake_tensor", "fx.experimental.sym_node", "fx.experimental.symbolic_shapes"):
+        logging.getLogger(f"torch.{name}").setLevel(logging.CRITICAL)
+    gc.collect()
+    gc.freeze()

@@ -1,0 +1,149 @@
+"""Changes captured graphs at random, runs one pass on each, and compares what both compute."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from torch import fx
+
+from glue_compiler import registry
+from glue_compiler.fx.copying import copy_graph_module
+from glue_compiler.fx.prologues import join_prologues
+from glue_compiler.graph_pass import Stage
+from glue_compiler.options import parse_options
+from glue_compiler.pipeline import PassReport, Pipeline
+from glue_compiler.testing.fuzz import harness
+from glue_compiler.testing.fuzz.check import NotAProgram, quiet_and_frozen, verdict
+from glue_compiler.testing.fuzz.failures import Failure, examined, kind_of
+from glue_compiler.testing.fuzz.graph_text import program_of
+from glue_compiler.testing.fuzz.graphs import CannotRecord, Template, draw_template, record_values, run_graph
+from glue_compiler.testing.fuzz.mutations import mutate
+from glue_compiler.testing.fuzz.script import script_of
+from glue_compiler.testing.fuzz.tally import Reporter, Settings, Tally
+
+PASSES = {
+    "attention": ("specialize_attention",) * 5 + ("hoist_metadata", "memoize_metadata"),
+    "experts": ("group_experts",) * 4 + ("hoist_metadata",),
+    "metadata": ("hoist_metadata", "memoize_metadata"),
+}
+"""The passes that have something to find in templates of each kind, as often as they are drawn."""
+MUTANTS = 25
+"""Graphs made of each template."""
+FEW = 4
+"""So many, if the pass rewrote none of them."""
+
+
+@dataclass(frozen=True)
+class Checked:
+    """One graph and what a pass made of it: differences, in words, and how many rewrites."""
+
+    wrong: list[str]
+    rewrites: int
+    looked_at: bool
+
+
+def run_graphs(settings: Settings, reporter: Reporter) -> Tally:
+    """Graphs until the time is over."""
+    quiet_and_frozen()
+    tally = Tally("graphs")
+    start = time.monotonic()
+    number = 0
+    while not settings.is_over(start, tally.ran):
+        random = Random(f"{settings.seed}/graphs/{number}")
+        kind = random.choice(settings.kinds)
+        try:
+            template = draw_template(random, kind, settings.device)
+        except NotAProgram:
+            tally.refused += 1
+            number += 1
+            continue
+        passes = [name for name in PASSES[kind] if settings.only in (None, name)] or [settings.only]
+        name = random.choice(passes)
+        rewritten = tally.rewritten
+        for mutant in range(MUTANTS):
+            if settings.is_over(start, tally.ran) or (mutant == FEW and tally.rewritten == rewritten):
+                break
+            own = Random(f"{settings.seed}/graphs/{number}/{mutant}")
+            origin = f"seed {settings.seed}, graph {number}/{mutant}"
+            _one(template, own, str(name), tally, settings, reporter, origin)
+        number += 1
+    tally.seconds = time.monotonic() - start
+    return tally
+
+
+def _one(
+    template: Template, random: Random, name: str, tally: Tally, settings: Settings, reporter: Reporter, origin: str
+) -> None:
+    gm = copy_graph_module(template.graph)
+    try:
+        for _ in range(random.choice((0, 1, 1, 1, 2, 3))):
+            mutate(gm, random)
+        changed = copy_graph_module(gm)
+        found = checked(template, gm, name)
+    except (CannotRecord, NotAProgram):
+        tally.refused += 1
+        return
+    tally.count({name: found.rewrites} if found.rewrites else {}, {name} if found.looked_at else set())
+    if found.wrong and reporter.is_new(f"{name} {kind_of(found.wrong)}"):
+        reporter.add(_failure(template, changed, name, found.wrong, settings, origin), tally)
+    elif found.wrong:
+        tally.repeats += 1
+
+
+def checked(template: Template, gm: fx.GraphModule, name: str) -> Checked:
+    """Run the pass ``name`` on ``gm``, in place, and compare.
+
+    Raises:
+        NotAProgram, CannotRecord: if the graph fails before the pass.
+    """
+    before = _module(template, copy_graph_module(gm))
+    expected = harness.observe(before)  # before fake tensors see it: setitem of a fake tensor of no dimension crashes
+    if errors := [value for label, value in expected.items() if label.endswith(": error")]:
+        raise NotAProgram(errors[0])
+    record_values(gm, template.inputs(1))
+    try:
+        report = _run_pass(gm, name)
+    except Exception as error:
+        return Checked([f"warnings: {name} failed: {type(error).__name__}: {error}"], 0, True)
+    if not report.changed:
+        return Checked([], 0, bool(report.skips))
+    after = gm if report.prologue is None else join_prologues(gm, [report.prologue])
+    actual = harness.observe(_module(template, copy_graph_module(after)))
+    return Checked(harness.differences(before, expected, actual), max(1, len(report.rewrites)), True)
+
+
+def _run_pass(gm: fx.GraphModule, name: str) -> PassReport:
+    """As :func:`glue_compiler.testing.run_pass`, without the texts of the graph, which take longer than the pass."""
+    known = {each.name: each for each in registry.all_passes()}
+    graph_pass = known[name] if name in known else registry.resolve_pass(name)
+    options = parse_options({"strict": True, "compiler": "aot_eager"}, None, [graph_pass.name], environment={})
+    (report,) = Pipeline.of_one(graph_pass, options).run(gm, Stage.CAPTURED)
+    return report
+
+
+def _module(template: Template, gm: fx.GraphModule) -> dict[str, Any]:
+    """A graph as :mod:`harness` takes programs."""
+    calls: Sequence[Any] = [("fresh", seed, contextlib.nullcontext) for seed in (1, 2)]
+    made = {"make": template.inputs, "f": run_graph(gm), "CALLS": calls, "COMPILED": []}
+    return {**made, "PRECISION": template.program.precision, "ZERO_FOR_NONE": template.program.zero_for_none}
+
+
+def _failure(
+    template: Template, gm: fx.GraphModule, name: str, wrong: list[str], settings: Settings, origin: str
+) -> Failure | None:
+    """As a program through Dynamo, if it is wrong there too; else the graph as it is."""
+    program = program_of(gm, template)
+    kind = f"{name} | {kind_of(wrong)}"
+    try:
+        found = verdict(program)
+        if found.wrong:
+            return examined(program, found.wrong, settings.shrink_seconds, origin)
+        note = "wrong as a graph; right when it is compiled"
+    except NotAProgram as error:
+        note = f"wrong as a graph; as a program it fails in eager code: {error}"
+    return Failure(name, f"graph only: {kind}", tuple(wrong), script_of(program, wrong, f"{origin}; {note}"), origin)

@@ -1,0 +1,151 @@
+"""Captured graphs to change at random: taken from drawn programs, with values recorded anew after each change."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, compute_unbacked_bindings
+
+from glue_compiler.fx.copying import copy_graph_module
+from glue_compiler.testing.fuzz.check import NotAProgram, clean_dynamo, module_of
+from glue_compiler.testing.fuzz.kinds import draw_program
+from glue_compiler.testing.fuzz.programs import Program
+
+CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+_ENTER, _EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
+
+
+@dataclass(frozen=True)
+class Template:
+    """A graph that Dynamo captured.
+
+    Attributes:
+        order: for each placeholder the position among the program's inputs.
+        make: seed → the program's inputs.
+    """
+
+    kind: str
+    graph: fx.GraphModule
+    order: tuple[int, ...]
+    make: Callable[[int], Sequence[Any]]
+    program: Program
+
+    def inputs(self, seed: int) -> list[Any]:
+        made = self.make(seed)
+        return [made[position] for position in self.order]
+
+
+def draw_template(random: Random, kind: str, device: str) -> Template:
+    """
+    Raises:
+        NotAProgram: if the program fails, or is not one graph of tensors.
+    """
+    program = draw_program(random, kind, device, twists=0.0, plain=True)
+    module = module_of(program)
+    graphs: list[fx.GraphModule] = []
+    calls: list[tuple[Any, ...]] = []
+
+    def keep(gm: fx.GraphModule, _: Any) -> Any:
+        graphs.append(copy_graph_module(gm))
+
+        def call(*args: Any) -> Any:
+            calls.append(args)
+            return gm(*args)
+
+        return call
+
+    flags = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
+    inputs = module["make"](1)
+    with clean_dynamo(), torch._dynamo.config.patch(flags):
+        try:
+            torch.compile(module["f"], backend=keep, dynamic=False)(*inputs)
+        except Exception as error:
+            raise NotAProgram(str(error)) from error
+    if len(graphs) != 1 or len(calls) != 1:
+        raise NotAProgram("several graphs")
+    order = [next((i for i, given in enumerate(inputs) if given is arg), None) for arg in calls[0]]
+    if None in order:
+        raise NotAProgram("a graph input that is no input of the program")
+    return Template(kind, graphs[0], tuple(order), module["make"], program)  # type: ignore[arg-type]
+
+
+class CannotRecord(Exception):
+    """The graph cannot be run on fake tensors; a program of this form would not be captured."""
+
+
+def record_values(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
+    """Record on each node what it is for ``inputs``, as Dynamo does while it captures.
+
+    Raises:
+        CannotRecord: says why.
+    """
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    with _modes_restored() as open_contexts:
+        try:
+            fakes = [mode.from_tensor(value, static_shapes=True) for value in inputs]
+            with mode, torch.enable_grad():
+                _Recorder(gm, mode.shape_env, open_contexts).run(*fakes)
+        except Exception as error:
+            raise CannotRecord(f"{type(error).__name__}: {error}") from error
+
+
+@contextlib.contextmanager
+def _modes_restored() -> Iterator[list[Any]]:
+    open_contexts: list[Any] = []
+    try:
+        with torch.enable_grad():
+            yield open_contexts
+    finally:
+        while open_contexts:
+            _EXIT(open_contexts.pop())
+
+
+class _Recorder(fx.Interpreter):
+    def __init__(self, gm: fx.GraphModule, shape_env: ShapeEnv, open_contexts: list[Any]) -> None:
+        super().__init__(gm, garbage_collect_values=False)
+        self.shape_env = shape_env
+        self.open_contexts = open_contexts
+
+    def run_node(self, node: fx.Node) -> Any:
+        node.meta.pop("unbacked_bindings", None)
+        value = super().run_node(node)
+        if node.op == "output" or (value is None and node.target is not torch._C._log_api_usage_once):
+            node.meta.pop("example_value", None)
+            return value
+        if isinstance(value, fx.GraphModule) or node.target in (_ENTER, _EXIT):
+            return value
+        node.meta["example_value"] = value
+        if bindings := compute_unbacked_bindings(self.shape_env, value):
+            node.meta["unbacked_bindings"] = bindings
+        return value
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is CHECKPOINT:
+            return _Recorder(args[0], self.shape_env, self.open_contexts).run(*args[1:])
+        value = super().call_function(target, args, kwargs)
+        if target is _ENTER:
+            self.open_contexts.append(value)
+        elif target is _EXIT and args[0] in self.open_contexts:
+            self.open_contexts.remove(args[0])
+        return value
+
+
+def run_graph(gm: fx.GraphModule) -> Callable[..., Any]:
+    """A function that interprets ``gm``, with checkpoints as eager code has them, and leaves no mode behind."""
+    from glue_compiler.verify.runs import eager_reference
+
+    call = eager_reference(gm)
+
+    def run(*inputs: Any) -> tuple[Any, ...]:
+        with _modes_restored():
+            outputs = call(*inputs)
+        return tuple(value for value in outputs)
+
+    return run

@@ -1,0 +1,89 @@
+"""The kinds of programs, and what is drawn around each: precision, twists, how often and how it is called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+
+from glue_compiler.testing.fuzz.attention import draw_attention
+from glue_compiler.testing.fuzz.draw import Draw, Drawn
+from glue_compiler.testing.fuzz.experts import draw_experts
+from glue_compiler.testing.fuzz.metadata import draw_metadata
+from glue_compiler.testing.fuzz.programs import Call, Program, Statement
+from glue_compiler.testing.fuzz.twists import twist
+
+KINDS: dict[str, Callable[[Draw], Drawn]] = {
+    "attention": draw_attention,
+    "experts": draw_experts,
+    "metadata": draw_metadata,
+}
+
+
+REFILLS = (
+    "old.detach().copy_(new)",
+    "old.data.copy_(new)",
+    "old.detach().view(-1)[:] = new.reshape(-1)",
+    "old.untyped_storage().copy_(new.clone().untyped_storage())",
+    "old.data = new.detach().clone()",
+    "old.detach().set_(new.detach().clone())",
+    "old.detach().zero_().add_(new)",
+)
+"""How the inputs of a call are written for the next."""
+
+
+def draw_program(
+    random: Random, kind: str, device: str = "cpu", *, twists: float | None = None, plain: bool = False
+) -> Program:
+    """A program of ``kind``; it may be wrong as Python or as torch (see :func:`campaign.repaired`).
+
+    Args:
+        twists: how likely one follows a statement; by default, that is drawn too.
+        plain: in fp64, of fixed sizes, called once.
+    """
+    draw = Draw(random, device, twists=random.choice((0.0, 0.03, 0.08, 0.15)) if twists is None else twists)
+    draw.oddness = random.choice((0.05, 0.15, 0.35))
+    draw.twist = twist
+    draw.one_graph = plain
+    draw.grows = not plain and draw.chance(0.1)
+    drawn = KINDS[kind](draw)
+    context = "contextlib.nullcontext()"
+    float_type = "torch.float64"
+    if draw.chance(0.06) and not plain:
+        float_type, draw.precision = "torch.float32", "bfloat16"
+        context = f"torch.autocast({device!r}, dtype=torch.bfloat16)"
+    elif draw.chance(0.05) and not plain:
+        float_type, draw.precision = "torch.float32", "float32"
+    calls = [Call("fresh", 1, context), Call("fresh", 2, context)]
+    if draw.grows:
+        calls += [Call("fresh", 3, context)] * draw.pick(0, 1)
+    elif draw.chance(0.6):
+        calls.append(Call("refill", 3, context))
+    if draw.chance(0.08):
+        calls.append(Call("again", 0, draw.pick("torch.no_grad()", "torch.no_grad()", "torch.inference_mode()")))
+    body, outputs = draw.statements(), tuple(draw.outputs)
+    if draw.chance(0.1):
+        body, outputs = _checkpointed(draw, drawn.inputs, body, outputs), ("*results",)
+    prelude = (Statement(f"FLOAT = {float_type}"), *draw.prelude.values())
+    return Program(
+        kind=kind,
+        prelude=prelude,
+        make=drawn.make,
+        inputs=drawn.inputs,
+        compiled=drawn.compiled,
+        zero_for_none=drawn.zero_for_none,
+        body=body,
+        outputs=outputs,
+        calls=tuple(calls),
+        refill=draw.mostly(*REFILLS),
+        precision=draw.precision,
+        dynamic=False if plain else draw.mostly(None, True, False, share=0.9),
+    )
+
+
+def _checkpointed(
+    draw: Draw, inputs: tuple[str, ...], body: tuple[Statement, ...], outputs: tuple[str, ...]
+) -> tuple[Statement, ...]:
+    """The whole program as the body of a checkpoint."""
+    end = Statement(f"return ({''.join(name + ', ' for name in outputs)})")
+    draw.prelude["region"] = Statement(f"def region({', '.join(inputs)}):", (*body, end))
+    return (Statement(f"results = checkpoint(region, {', '.join(inputs)}, use_reentrant=False)"),)

@@ -1,0 +1,26 @@
+"""Who follows the graphs of a compile: by its options, and by who listens to torch's structured trace."""
+
+from __future__ import annotations
+
+from glue_compiler import compat
+from glue_compiler.observer import Observer, Observers
+from glue_compiler.options import GlueOptions
+from glue_compiler.report.observers import GraphObserver, ReportObserver
+from glue_compiler.report.session import Session, session_for
+from glue_compiler.verify.graph_check import GraphCheck
+
+
+def session_of(options: GlueOptions, default: Session) -> Session:
+    """Where reports go: to ``default`` if it keeps them, else to the dump's folder, if the options name one."""
+    return default if default.keeps or options.dump is None else session_for(options.dump)
+
+
+def watch(options: GlueOptions, session: Session) -> Observer:
+    """The observers of one graph."""
+    reporting = ReportObserver(session)
+    found: list[Observer] = [reporting]
+    if session.folder is not None or compat.trace_is_on():
+        found.append(GraphObserver(reporting.report, session))
+    if options.verify:
+        found.append(GraphCheck(reporting.report, options, session.folder))
+    return Observers(*found)

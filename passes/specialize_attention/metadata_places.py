@@ -1,0 +1,192 @@
+"""Where the metadata of a packed batch is computed, and from which nodes: decided before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from sympy.core.function import AppliedUndef
+from torch import fx
+
+from glue_compiler.fx.index_expressions import IndexReader
+from glue_compiler.fx.value_numbering import Numbering, Scope
+from glue_compiler.fx.values import expression, value_of
+from glue_compiler.passes.specialize_attention.attention_calls import AttentionSite
+from glue_compiler.passes.specialize_attention.documents import BATCH, KEY, TOKEN
+from glue_compiler.passes.specialize_attention.masks import UnknownMask, Visibility
+
+COMPARISONS = (sympy.Eq, sympy.Ne, sympy.Lt, sympy.Le, sympy.Gt, sympy.Ge)
+
+
+@dataclass(frozen=True)
+class LeafPlace:
+    """``node`` of ``scope`` holds the elements of a leaf."""
+
+    scope: Scope
+    node: fx.Node
+
+
+@dataclass(frozen=True)
+class MetadataPlace:
+    """The metadata is computed in ``scope``, before the node ``before``.
+
+    Attributes:
+        leaves: by their names in the vectors, each in ``scope`` or around it.
+        batch, length: numbers, or nodes of ``scope`` that hold them; None: to be taken from the query.
+    """
+
+    scope: Scope
+    before: fx.Node
+    leaves: Mapping[str, LeafPlace]
+    batch: int | fx.Node | None
+    length: int | fx.Node | None
+
+
+def metadata_place(site: AttentionSite, visibility: Visibility, reader: IndexReader) -> MetadataPlace:
+    """The outermost graph around the site in which everything is known.
+
+    Raises:
+        UnknownMask: there is none, or a vector cannot be computed.
+    """
+    sizes = {BATCH: value_of(site.query).shape[0], TOKEN: value_of(site.query).shape[2]}
+    sizes = {symbol: expression(size) for symbol, size in sizes.items()}
+    for vector in visibility.documents:
+        _require_vector(vector, sizes, reader)
+    for condition in visibility.keys:
+        _require_condition(condition, sizes, reader)
+    vectors = (*visibility.documents, *visibility.keys)
+    names = sorted({call.func.__name__ for vector in vectors for call in vector.atoms(AppliedUndef)})
+    path = [site.scope]
+    while path[0].parent is not None:
+        path.insert(0, path[0].parent)
+    for scope in path:
+        found = _place_in(scope, site, names, reader)
+        if found is not None:
+            return found
+    raise UnknownMask(f"the mask is {visibility.name}, but what it is made from is not at hand where it is needed")
+
+
+def _place_in(scope: Scope, site: AttentionSite, names: list[str], reader: IndexReader) -> MetadataPlace | None:
+    numbering = reader.operators.numbering
+    before = anchor(site.output, site.scope, scope)
+    leaves = {name: _leaf_place(name, scope, before, reader) for name in names}
+    batch, length = (_size(site, scope, dim, before, numbering) for dim in (0, 2))
+    known = {name: place for name, place in leaves.items() if place is not None}
+    if len(known) < len(leaves) or (scope is not site.scope and None in (batch, length)):
+        return None
+    return MetadataPlace(scope, before, known, batch, length)
+
+
+def anchor(node: fx.Node, inner: Scope, outer: Scope) -> fx.Node:
+    """The node of ``outer`` before which a value is ready for ``node`` of ``inner``."""
+    while inner is not outer:
+        assert inner.call is not None
+        assert inner.parent is not None
+        node, inner = inner.call.node, inner.parent
+    return node
+
+
+def _leaf_place(name: str, scope: Scope, before: fx.Node, reader: IndexReader) -> LeafPlace | None:
+    numbering = reader.operators.numbering
+    number: Any = reader.operators.number(reader.leaves[name])
+    around: Scope | None = scope
+    while around is not None:
+        for occurrence in numbering.occurrences.get(number, ()):
+            node = occurrence.node
+            is_ready = occurrence.scope is around and occurrence.time < numbering.starts[before]
+            if is_ready and numbering.is_kept(node, before):
+                return LeafPlace(around, node)
+        around = around.parent
+    return None
+
+
+def _size(site: AttentionSite, scope: Scope, dim: int, before: fx.Node, numbering: Numbering) -> Any:
+    """A size of the query as a number, or a node of ``scope``; None if ``scope`` has no node that holds it."""
+    size = value_of(site.query).shape[dim]
+    if isinstance(size, int):
+        return size
+    for node in scope.module.graph.nodes:
+        if node is before:
+            return None
+        if isinstance(value_of(node), torch.SymInt) and expression(value_of(node)) == expression(size):
+            return node
+    return None
+
+
+# -- what can be written
+
+
+def _require_vector(vector: Any, sizes: Mapping[Any, Any], reader: IndexReader) -> None:
+    if vector.is_Integer or vector in (TOKEN, KEY):
+        return
+    if isinstance(vector, sympy.Add | sympy.Mul):
+        for part in vector.args:
+            _require_vector(part, sizes, reader)
+        return
+    if isinstance(vector, sympy.floor):
+        numerator, denominator = sympy.fraction(sympy.together(vector.args[0]))
+        if denominator.is_Integer and denominator > 0:
+            _require_vector(numerator, sizes, reader)
+            return
+    if isinstance(vector, AppliedUndef):
+        taken_of(vector, reader.shape(reader.leaves[vector.func.__name__]), sizes)
+        return
+    raise UnknownMask(f"{vector} is no vector over tokens that can be computed")
+
+
+def _require_condition(condition: Any, sizes: Mapping[Any, Any], reader: IndexReader) -> None:
+    if isinstance(condition, sympy.Not | sympy.And | sympy.Or):
+        for part in condition.args:
+            _require_condition(part, sizes, reader)
+        return
+    if condition.func not in COMPARISONS or all(side.is_number for side in condition.args):
+        raise UnknownMask(f"{condition} is no condition of keys that can be computed")
+    for side in condition.args:
+        _require_vector(side, sizes, reader)
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A vector as a part of a tensor: ``tensor[parts]``, swapped if its tokens come before its batch.
+
+    ``parts``: of each dimension an index, or the first and the last index; the last is None where it is the
+    dimension's own, and -1 where it is the number of tokens.
+    """
+
+    parts: tuple[int | tuple[int, int | None], ...]
+    places: tuple[Any, ...]
+    """What varies along the dimensions that are left: BATCH, and TOKEN for tokens and keys."""
+
+
+def taken_of(vector: AppliedUndef, shape: tuple[Any, ...], sizes: Mapping[Any, Any]) -> Taken:
+    """Which part of a leaf of ``shape`` a vector is. ``sizes``: of BATCH and TOKEN.
+
+    Raises:
+        UnknownMask: it is none that an index and a slice give.
+    """
+    parts: list[int | tuple[int, int | None]] = []
+    places: list[Any] = []
+    for index, size in zip(vector.args, shape, strict=True):
+        if index.is_Integer:
+            parts.append(int(index))
+            continue
+        symbols = index.free_symbols
+        symbol = BATCH if symbols == {BATCH} else TOKEN
+        first = index - next(iter(symbols))
+        if len(symbols) != 1 or symbols - {BATCH, TOKEN, KEY} or not first.is_Integer or first < 0 or symbol in places:
+            raise UnknownMask(f"{vector} is no vector over tokens that can be computed")
+        number = sizes[symbol]
+        last: int | None = None
+        if size - first != number:
+            if isinstance(number, int):
+                last = int(first) + number
+            elif first == 0 and symbol is TOKEN:
+                last = -1
+            else:
+                raise UnknownMask(f"{vector} is a part of a vector, of a size that is not known")
+        parts.append((int(first), last))
+        places.append(symbol)
+    return Taken(tuple(parts), tuple(places))

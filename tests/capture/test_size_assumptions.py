@@ -1,0 +1,113 @@
+"""Sizes that depend on data, where tracing assumes what eager does not: each call runs as it does in eager."""
+
+import pytest
+import torch
+
+from tests.captured import compile_with_glue
+
+
+def fills(n, x):
+    return torch.zeros(n.max().item(), dtype=x.dtype) + x
+
+
+def fills_and_asks(n, x):
+    """What is assumed is also put into the program."""
+    filled = torch.ones(n.max().item(), dtype=x.dtype)
+    return (filled + x) * filled.shape[0]
+
+
+def multiplies_rows(n, x):
+    return torch.nonzero(n).to(x.dtype)[:, 0] * x
+
+
+def chooses(n, x):
+    return torch.where(torch.arange(n.sum().item()) > 0, x, -x)
+
+
+def adds_two(n, x):
+    return torch.ones(n.max().item(), dtype=x.dtype) + torch.ones(n.min().item(), dtype=x.dtype)
+
+
+def expands(n, x):
+    return x[: n.max().item()].clone().expand(3)
+
+
+def squeezes(n, x):
+    return torch.ones(n.max().item(), 3).squeeze(0).sum(0) + x.sum()
+
+
+def of_floats(n, x):
+    """No guard reads floats."""
+    return torch.zeros((x.sum() * 0 + x.shape[0] - 2).int().item(), dtype=x.dtype) + x * n.sum()
+
+
+def in_a_helper(n, x):
+    return fills(n + 0, x.sin()).cos()
+
+
+PROGRAMS = [fills, fills_and_asks, multiplies_rows, chooses, adds_two, expands, squeezes, of_floats, in_a_helper]
+
+
+def outcome(call, *inputs):
+    try:
+        return call(*inputs)
+    except Exception as error:
+        return RuntimeError if isinstance(error, RuntimeError) else type(error)  # torch derives its own kinds
+
+
+@pytest.mark.parametrize("first", [[3, 1], [1, 0], [2, 2]], ids=str)
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_calls_run_as_in_eager(program, first):
+    run = compile_with_glue(program, fullgraph=False)
+    for numbers in (first, [3, 1], [1, 1], [3, 3], [2, 1], [1, 0], [3, 1]):
+        inputs = torch.tensor(numbers), torch.arange(1.0, 4.0, dtype=torch.float64)
+        want, got = outcome(program, *inputs), outcome(run.call, *inputs)
+        if isinstance(want, torch.Tensor):
+            torch.testing.assert_close(got, want)
+        else:
+            assert got is want
+
+
+@pytest.mark.parametrize(("numbers", "graphs"), [([3, 1], 1), ([1, 0], 2)], ids=str)
+def test_calls_that_keep_to_the_assumption_are_one_graph(numbers, graphs):
+    run = compile_with_glue(fills, fullgraph=False)
+    for _ in range(2):
+        run.call(torch.tensor(numbers), torch.ones(3))
+    assert len(run.graphs) == graphs
+    assert [event.retried for event in run.session.capture_events] == ([] if graphs == 1 else [True])
+
+
+def splits(n, x):
+    return torch.cat([part.sum(0, keepdim=True) for part in x.split(n.tolist())])
+
+
+def views(n, x):
+    return x.view(n[0].item(), -1).sum()
+
+
+def multiplies(n, x):
+    return torch.ones(2, n.max().item(), dtype=x.dtype) @ x
+
+
+def checks(n, x):
+    length = n.max().item()
+    torch._check(length <= 3)
+    return torch.zeros(length) + 1
+
+
+@pytest.mark.parametrize(
+    ("program", "numbers"),
+    [(splits, [2, 1]), (views, [3, 1]), (multiplies, [3, 1]), (checks, [2, 1])],
+    ids=lambda each: getattr(each, "__name__", ""),
+)
+def test_what_eager_asks_for_too_needs_no_guard(program, numbers, monkeypatch):
+    from glue_compiler.compat import branch_guards
+
+    monkeypatch.setattr(branch_guards, "install_guard", lambda *_: pytest.fail("a guard"))
+    run = compile_with_glue(program, fullgraph=False)
+    x = torch.arange(1.0, 4.0, dtype=torch.float64)
+    torch.testing.assert_close(run.call(torch.tensor(numbers), x), program(torch.tensor(numbers), x))
+    assert len(run.graphs) == 1
+    assert run.session.capture_events == []
+    with pytest.raises(RuntimeError):
+        run.call(torch.tensor([5, 5]), x)

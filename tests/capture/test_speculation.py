@@ -1,0 +1,551 @@
+"""Code traced for all experts although eager runs it for those with rows: what it does to Python must be harmless."""
+
+import collections
+import contextlib
+import logging
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.captured import compile_with_glue
+from tests.passes.group_experts.loops import EXPERTS, WIDTH, routings
+
+SEEN = []
+TOTAL = 0
+
+
+class Box:
+    kind = 0
+
+    def __init__(self):
+        self.count = 0
+        self.items = [0]
+
+
+class State:
+    """What a program may touch that existed before it ran."""
+
+    def __init__(self):
+        self.count = 0
+        self.list = [1.0]
+        self.dict = {"a": 1.0, 0: 1.0, 1: 2.0, 2: 3.0, 3: 4.0}
+        self.set = {100}
+        self.deque = collections.deque([1.0], maxlen=3)
+        self.counter = collections.Counter()
+        self.defaults = collections.defaultdict(int)
+        self.ordered = collections.OrderedDict(a=1, b=2)
+        self.box = Box()
+        self.range = iter(range(1, 100))
+        self.zip = zip(range(1, 100), range(100), strict=False)
+        self.generator = (i for i in range(1, 100))
+        self.iterator = iter([float(i) for i in range(1, 100)])
+        self.enumerate = enumerate(range(100), start=1)
+        self.weights = [1.0, 2.0, 3.0, 4.0]
+        self.tensor = torch.ones((), dtype=torch.float64)
+
+    def seen(self):
+        """As plain data."""
+        plain = {name: value for name, value in vars(self).items() if isinstance(value, int | list | dict | set)}
+        rest = [next(self.range), next(self.zip), next(self.generator), next(self.iterator), next(self.enumerate)]
+        tensors = sorted((k, v) for k, v in vars(self.tensor).items())
+        return plain, list(self.deque), self.box.count, self.box.items, vars(self.box).keys(), rest, tensors, Box.kind
+
+
+def mask_of(selected):
+    return F.one_hot(selected, num_classes=EXPERTS).permute(2, 1, 0)
+
+
+def over_hits(touch):
+    def loop(x, selected, gate_up, state):
+        out, mask = torch.zeros_like(x), mask_of(selected)
+        for hit in torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero():
+            expert = hit[0]
+            _, token = torch.where(mask[expert])
+            rows = F.linear(x[token], gate_up[expert, :WIDTH])
+            out.index_add_(0, token, rows * touch(state, expert))
+        return out
+
+    return loop
+
+
+def over_all(touch):
+    def loop(x, selected, gate_up, state):
+        out, mask = torch.zeros_like(x), mask_of(selected)
+        for expert in range(EXPERTS):
+            _, token = torch.where(mask[expert])
+            if token.numel() == 0:
+                continue
+            rows = F.linear(x[token], gate_up[expert, :WIDTH])
+            out.index_add_(0, token, rows * touch(state, expert))
+        return out
+
+    return loop
+
+
+def check(loop, grouped):
+    """Same result and same state as eager, for two routings; the first has an expert without rows."""
+    global TOTAL
+    gate_up = torch.randn(EXPERTS, 2 * WIDTH, WIDTH, dtype=torch.float64)
+    run = compile_with_glue(loop, fullgraph=False, passes={"group_experts": True})
+    for name in ("one expert empty", "all to one expert"):
+        selected = routings()[name]
+        x = torch.randn(selected.shape[0], WIDTH, dtype=torch.float64)
+        results = []
+        for call in (loop, run.call):
+            SEEN.clear()
+            TOTAL, Box.kind = 0, 0
+            random.seed(3)
+            state = State()
+            results.append((call(x, selected, gate_up, state), state.seen(), list(SEEN), TOTAL, random.random()))
+        (want, *state_then), (got, *state_now) = results
+        torch.testing.assert_close(got, want)
+        assert state_now == state_then
+    counts = [report.passes[0].counts.get("loops_grouped", 0) for report in run.session.graphs]
+    assert (sum(counts) > 0) == grouped, (counts, [e.reason for e in run.session.capture_events])
+
+
+def sets_an_attribute(state, expert):
+    state.count += 1
+    return state.count
+
+
+def sets_an_attribute_of_an_attribute(state, expert):
+    state.box.count = state.box.count + 1
+    return 1.0
+
+
+def sets_with_setattr(state, expert):
+    setattr(state, "count", state.count + 1)  # noqa: B010
+    return state.count
+
+
+def writes_vars(state, expert):
+    vars(state)["count"] = state.count + 1
+    return 1.0
+
+
+def adds_an_attribute(state, expert):
+    state.box.extra = 1
+    return 1.0
+
+
+def sets_a_class_attribute(state, expert):
+    Box.kind += 1
+    return float(Box.kind)
+
+
+def appends(state, expert):
+    state.list.append(2.0)
+    return len(state.list)
+
+
+def appends_by_name(state, expert):
+    add = state.list.append
+    add(2.0)
+    return 1.0
+
+
+def appends_unbound(state, expert):
+    list.append(state.list, 2.0)
+    return sum(state.list)
+
+
+def extends_in_place(state, expert):
+    state.list += [1.0]
+    return sum(state.list)
+
+
+def extends_a_local_name(state, expert):
+    mine = state.list
+    mine += [1.0]
+    return 1.0
+
+
+def writes_an_item(state, expert):
+    state.list[0] = state.list[0] + 1
+    return state.list[0]
+
+
+def writes_a_slice(state, expert):
+    state.list[:] = [3.0, 4.0]
+    return 1.0
+
+
+def pops(state, expert):
+    return state.weights.pop()
+
+
+def sorts(state, expert):
+    state.weights.sort(reverse=True)
+    return state.weights[0]
+
+
+def reverses(state, expert):
+    state.weights.reverse()
+    return state.weights[0]
+
+
+def deletes_an_item(state, expert):
+    del state.weights[0]
+    return 1.0
+
+
+def writes_a_dict(state, expert):
+    state.dict["a"] += 1
+    return state.dict["a"]
+
+
+def updates_a_dict(state, expert):
+    state.dict.update(a=state.dict["a"] + 1)
+    return state.dict["a"]
+
+
+def sets_a_default(state, expert):
+    return state.dict.setdefault("b", 5.0)
+
+
+def reads_a_defaultdict(state, expert):
+    return 1.0 + state.defaults["new"]
+
+
+def counts_with_a_counter(state, expert):
+    state.counter["n"] += 1
+    return float(state.counter["n"])
+
+
+def moves_to_the_end(state, expert):
+    state.ordered.move_to_end("a")
+    return float(next(iter(state.ordered.values())))
+
+
+def adds_to_a_set(state, expert):
+    state.set.add(len(state.set))
+    return len(state.set)
+
+
+def merges_a_set(state, expert):
+    state.set |= {1, 2}
+    return len(state.set)
+
+
+def appends_to_a_deque(state, expert):
+    state.deque.append(2.0)
+    return float(len(state.deque))
+
+
+def rotates_a_deque(state, expert):
+    state.deque.rotate(1)
+    return 1.0
+
+
+def writes_a_global(state, expert):
+    global TOTAL
+    TOTAL += 1
+    return TOTAL
+
+
+def writes_a_global_in_a_helper(state, expert):
+    return 1.0 + writes_a_global(state, expert)
+
+
+def appends_to_a_global(state, expert):
+    SEEN.append(1)
+    return 1.0
+
+
+def appends_to_a_default(state, expert, seen=SEEN):
+    seen.append(1)
+    return float(len(seen))
+
+
+def next_of_a_range(state, expert):
+    return next(state.range)
+
+
+def next_of_a_zip(state, expert):
+    return next(state.zip)[0]
+
+
+def next_of_a_generator(state, expert):
+    return next(state.generator)
+
+
+def next_of_an_iterator(state, expert):
+    return next(state.iterator)
+
+
+def next_of_an_enumerate(state, expert):
+    return next(state.enumerate)[0]
+
+
+def one_turn_of_an_iterator(state, expert):
+    for factor in state.iterator:
+        return factor
+    return 1.0
+
+
+def unpacks_an_iterator(state, expert):
+    return next(iter(state.range)) * 1.0
+
+
+def draws(state, expert):
+    return random.random()
+
+
+def draws_a_tensor(state, expert):
+    return 1.0 + torch.rand((), dtype=torch.float64) * 0 + random.randint(0, 5)
+
+
+def sets_a_tensors_attribute(state, expert):
+    state.tensor.calls = getattr(state.tensor, "calls", 0) + 1
+    return 1.0
+
+
+def writes_a_tensor(state, expert):
+    state.tensor.add_(1)
+    return state.tensor.clone()
+
+
+def raises_and_catches(state, expert):
+    try:
+        raise ValueError
+    except ValueError:
+        state.count += 1
+    return state.count
+
+
+def catches(state, expert):
+    try:
+        state.dict["missing"]
+    except KeyError:
+        SEEN.append("missing")
+    return 1.0
+
+
+def in_a_context(state, expert):
+    with contextlib.suppress(KeyError):
+        SEEN.append("in")
+    return 1.0
+
+
+@contextlib.contextmanager
+def noted():
+    SEEN.append("enter")
+    yield
+    SEEN.append("exit")
+
+
+def in_its_own_context(state, expert):
+    with noted():
+        return 1.0
+
+
+def imports(state, expert):
+    import math
+
+    SEEN.append(math.pi)
+    return 1.0
+
+
+def logs(state, expert):
+    logging.getLogger(__name__).info("expert")
+    SEEN.append("logged")
+    return 1.0
+
+
+def while_loop(state, expert):
+    while state.count < 3:
+        state.count += 1
+        return 2.0
+    return 1.0
+
+
+def maps(state, expert):
+    list(map(state.list.append, [1.0]))
+    return len(state.list)
+
+
+def comprehends(state, expert):
+    _ = [state.list.append(i) for i in range(2)]
+    return len(state.list)
+
+
+def calls_a_bound_method(state, expert):
+    return float(len([state.set.add(5), state.list.extend([1.0])])) + len(state.list)
+
+
+def makes_a_closure_that_writes(state, expert):
+    def write():
+        state.count += 1
+
+    write()
+    return state.count
+
+
+def holds_on_to_its_own(state, expert):
+    mine = [1.0]
+    state.box.items = mine
+    return 1.0
+
+
+def counts_in_bytes(state, expert):
+    return (expert.to(torch.uint8) - 1).double()
+
+
+def halves(state, expert):
+    return (expert.half() / 3).double()
+
+
+def divides(state, expert):
+    return expert / 2
+
+
+def subtracts(state, expert):
+    return expert - 1
+
+
+def floors(state, expert):
+    return expert // 2 + 1
+
+
+def is_negative(state, expert):
+    return 2.0 if -expert < 0 else 3.0
+
+
+def compares_to_a_tensor(state, expert):
+    return (expert == torch.arange(4)).double().sum() + (expert == 1)
+
+
+def multiplies_an_integer(state, expert):
+    return (torch.full((), 100, dtype=torch.uint8) * expert).double()
+
+
+def shows(state, expert):
+    SEEN.append(str(expert))
+    return 1.0
+
+
+def finds_by_identity(state, expert):
+    return state.dict.get(expert, 7.0)
+
+
+def asks_for_the_type(state, expert):
+    return 2.0 if type(expert) is int else 3.0
+
+
+def fills(state, expert):
+    return torch.full((), expert, dtype=torch.float64)
+
+
+TROUBLE = [
+    sets_an_attribute, sets_an_attribute_of_an_attribute, sets_with_setattr, writes_vars, adds_an_attribute,
+    sets_a_class_attribute, appends, appends_by_name, appends_unbound, extends_in_place, extends_a_local_name,
+    writes_an_item, writes_a_slice, pops, sorts, reverses, deletes_an_item, writes_a_dict, updates_a_dict,
+    sets_a_default, reads_a_defaultdict, counts_with_a_counter, moves_to_the_end, adds_to_a_set, merges_a_set,
+    appends_to_a_deque, rotates_a_deque, writes_a_global, writes_a_global_in_a_helper, appends_to_a_global,
+    appends_to_a_default, next_of_a_range, next_of_a_zip, next_of_a_generator, next_of_an_iterator,
+    next_of_an_enumerate, one_turn_of_an_iterator, unpacks_an_iterator, draws, draws_a_tensor,
+    sets_a_tensors_attribute, writes_a_tensor, raises_and_catches, catches, in_a_context, in_its_own_context, imports,
+    logs, while_loop, maps, comprehends, calls_a_bound_method, makes_a_closure_that_writes, holds_on_to_its_own,
+]  # fmt: skip
+INDEX_TROUBLE = [
+    counts_in_bytes, halves, divides, subtracts, floors, is_negative, compares_to_a_tensor,
+    multiplies_an_integer, shows, fills,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("over", [over_hits, over_all])
+@pytest.mark.parametrize("touch", TROUBLE, ids=lambda touch: touch.__name__)
+def test_what_is_not_known_to_be_harmless_is_left_to_dynamo(over, touch):
+    check(over(touch), grouped=False)
+
+
+def reads(state, expert):
+    return state.list[0] + state.dict["a"] + state.box.count + len(state.set) + len(state.box.items)
+
+
+def looks_up(state, expert):
+    return state.dict.get("a", 2.0) + float("a" in state.dict) + state.list.count(1.0)
+
+
+def makes_a_list(state, expert):
+    mine = [1.0]
+    mine.append(2.0)
+    mine += [3.0]
+    mine[0] = 4.0
+    return sum(mine)
+
+
+def makes_a_dict(state, expert):
+    mine = {"a": 1.0}
+    mine["b"] = 2.0
+    mine.update(c=3.0)
+    return mine.pop("b") + len(mine)
+
+
+def counts_up(state, expert):
+    total = 0.0
+    for i in range(3):
+        total += i
+    for value in state.list:
+        total += value
+    for a, b in zip([1.0], (2.0,), strict=False):
+        total += a + b
+    return total
+
+
+def takes_anything(*values, scale=1.0, **rest):
+    return scale * len(values) + rest["other"]
+
+
+def calls_helpers(state, expert):
+    arguments = {"scale": 2.0, "other": 1.0}
+    return takes_anything(expert, state, **arguments) + (lambda factor: factor * 2)(1.0)
+
+
+def without_gradients(state, expert):
+    with torch.no_grad():
+        return 2.0
+
+
+def takes_the_number(state, expert):
+    return 1.0 if int(expert) < 100 and expert.item() >= 0 else 2.0
+
+
+def compares(state, expert):
+    if expert == EXPERTS or expert < 0:
+        return 2.0
+    return 1.0
+
+
+def indexes_a_list(state, expert):
+    return [3.0, 3.0, 3.0, 3.0][expert]
+
+
+def is_a_tensor(state, expert):
+    return 2.0 if isinstance(expert, torch.Tensor) else 3.0
+
+
+EVERYWHERE = [reads, looks_up, makes_a_list, makes_a_dict, counts_up, calls_helpers, without_gradients]
+
+
+@pytest.mark.parametrize("over", [over_hits, over_all])
+@pytest.mark.parametrize("touch", EVERYWHERE, ids=lambda touch: touch.__name__)
+def test_what_only_reads_or_is_its_own_is_grouped(over, touch):
+    check(over(touch), grouped=True)
+
+
+@pytest.mark.parametrize("touch", INDEX_TROUBLE, ids=lambda touch: touch.__name__)
+def test_a_hit_is_only_an_index(touch):
+    check(over_hits(touch), grouped=False)
+
+
+@pytest.mark.parametrize(
+    "touch",
+    [takes_the_number, compares, indexes_a_list, is_a_tensor, finds_by_identity, asks_for_the_type],
+    ids=lambda touch: touch.__name__,
+)
+def test_a_hit_may_be_asked_for_its_number(touch):
+    check(over_hits(touch), grouped=True)
