@@ -141,7 +141,7 @@ class Boundaries:
     def holds_its_own(self, vector: fx.Node) -> bool:
         """Is a vector of integers made of no other's items?"""
         items = self.items(vector)
-        return bool(items) and items[0].items == {((self._operators.value(vector), 0), 1)}
+        return items is not None and items[:1] == [Boundary(0, frozenset([((self._operators.value(vector), 0), 1)]))]
 
     def _is_vector(self, value: Any) -> bool:
         if not self._operators.is_tensor(value):

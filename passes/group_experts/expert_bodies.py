@@ -278,7 +278,8 @@ class BodyMatcher:
 
     def _row_wise(self, nodes: Nodes) -> Step:
         first = nodes[0]
-        op, target = first.op, first.target
+        op: str = first.op
+        target: Any = first.target
         written: list[Any] = [(node.args, node.kwargs) for node in nodes]
         if self.effects[first].writes:
             forms = [out_of_place(self.operators, node) for node in nodes]

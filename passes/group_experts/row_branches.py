@@ -79,8 +79,9 @@ def _is_of(number: fx.Node, rows: RowSet, operators: Operators) -> bool:
         case _:
             return False
     meta = operators.meta(value)
-    same = read is not None and operators.number(read.selected) == operators.number(rows.mask.selected)
-    return same and read.expert == rows.expert and meta.rank == 0 and meta.dtype in (torch.bool, *COUNT_DTYPES)
+    if read is None or operators.number(read.selected) != operators.number(rows.mask.selected):
+        return False
+    return read.expert == rows.expert and meta.rank == 0 and meta.dtype in (torch.bool, *COUNT_DTYPES)
 
 
 def _is_kept(

@@ -134,7 +134,7 @@ class RowSets:
             return self._column(call.arguments["self"], call.arguments["index"])
         if call.overload is aten.unbind.int and self._is_of_pairs(call):
             return self._column(call.arguments["self"], value.leaf)
-        source = call.arguments.get("self")
+        source: Any = call.arguments.get("self")
         if (call.overload in SAME_ELEMENTS or call.operator is aten.squeeze) and self._is_pairs(source):
             only = self.operators.meta(value).rank == 1 and self._column(source, 0)
             return only if only and len(only.rows.mask.axes) == 1 else None
@@ -186,7 +186,7 @@ class RowSets:
     def _view(self, mask: Mask, call: Call, value: Value) -> Mask | None:
         """What ``call`` makes of the mask that is its operand."""
         axes, rank, given = mask.axes, len(mask.axes), call.arguments
-        dim = given.get("dim")
+        dim: Any = given.get("dim")
         if call.operator in COPIES:
             return mask
         if call.operator is aten.permute:

@@ -35,14 +35,14 @@ def find_sink(node: fx.Node, sets: RowSets) -> Sink | None:
     if not node.op.startswith("call_"):
         return None
     operators = sets.operators
-    calls = operators.calls(node) or [None]
-    match calls[-1]:
+    calls = operators.calls(node) or []
+    match calls[-1] if calls else None:
         case Call(aten.index_add | aten.index_add_ as operator, {"dim": 0, "alpha": 1} as given) if len(calls) == 1:
             found = sets.index(given["index"])
             if found is None or found.is_boolean or found.axes != (TOKEN,):
                 return None
             return _checked(sets, node, found.rows, given["source"], in_place=operator is aten.index_add_)
-        case Call(aten.index_put_, {"indices": indices} as given) if sum(bool(c and c.written) for c in calls) == 1:
+        case Call(aten.index_put_, {"indices": indices} as given) if sum(bool(call.written) for call in calls) == 1:
             found = _token_index(indices, sets)
             if found is None:
                 return None

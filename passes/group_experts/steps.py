@@ -145,7 +145,9 @@ def product_of(step: Step, operators: Operators) -> tuple[Any, Any] | None:
 
 
 def _operands_of(step: Step, operators: Operators, overloads: tuple[Any, ...]) -> tuple[Any, Any] | None:
-    calls = operators.calls(step.node) if isinstance(step, RowWise) else None
+    if not isinstance(step, RowWise):
+        return None
+    calls = operators.calls(step.node)
     if not calls or len(calls) != 1 or calls[0].overload not in overloads or calls[0].arguments.get("alpha", 1) != 1:
         return None
     # Both commute, so it does not matter which operand is which.
