@@ -22,8 +22,7 @@ def shrunk(program: Program, still_fails: Callable[[Program], bool], seconds: fl
         for candidate in _smaller(program):
             if time.monotonic() > end:
                 return program
-            if still_fails(candidate):
-                # From here on: what was left out before rarely becomes possible, so go on behind it.
+            if candidate != program and still_fails(candidate):
                 program, progress = candidate, True
                 break
     return program
