@@ -45,7 +45,7 @@ def in_a_helper(n, x):
     return fills(n + 0, x.sin()).cos()
 
 
-PROGRAMS = [fills, fills_and_asks, multiplies_rows, chooses, adds_two, expands, squeezes, of_floats, in_a_helper]
+PROGRAMS = [fills, fills_and_asks, multiplies_rows, chooses, expands, squeezes, of_floats, in_a_helper]
 
 
 def outcome(call, *inputs):
@@ -75,6 +75,19 @@ def test_calls_that_keep_to_the_assumption_are_one_graph(numbers, graphs):
         run.call(torch.tensor(numbers), torch.ones(3))
     assert len(run.graphs) == graphs  # of three, the first is thrown away
     assert [event.retried for event in run.session.capture_events] == ([] if graphs == 1 else [True])
+
+
+@pytest.mark.parametrize("numbers", [[3, 3], [3, 1]], ids=str)
+def test_two_sizes_that_depend_on_data_are_equal_or_an_error(numbers, monkeypatch):
+    """Never other numbers than eager's, and no read of the data in each call."""
+    from glue_compiler.compat import branch_guards
+
+    monkeypatch.setattr(branch_guards, "install_guard", lambda *_: pytest.fail("a guard"))
+    run = compile_with_glue(adds_two, fullgraph=False)
+    inputs = torch.tensor(numbers), torch.arange(1.0, 4.0, dtype=torch.float64)
+    got = outcome(run.call, *inputs)
+    assert got is RuntimeError if numbers == [3, 1] else torch.equal(got, adds_two(*inputs))
+    assert len(run.graphs) == 1
 
 
 def splits(n, x):
