@@ -65,7 +65,7 @@ def run_graphs(settings: Settings, reporter: Reporter) -> Tally:
             tally.refused += 1
             number += 1
             continue
-        passes = [name for name in PASSES[kind] if settings.only in (None, name)] or [settings.only]
+        passes: list[str | None] = [name for name in PASSES[kind] if settings.only in (None, name)] or [settings.only]
         name = random.choice(passes)
         rewritten = tally.rewritten
         for mutant in range(MUTANTS):

@@ -108,7 +108,7 @@ def _modes_restored() -> Iterator[list[Any]]:
 
 
 class _Recorder(fx.Interpreter):
-    def __init__(self, gm: fx.GraphModule, shape_env: ShapeEnv, open_contexts: list[Any]) -> None:
+    def __init__(self, gm: fx.GraphModule, shape_env: ShapeEnv | None, open_contexts: list[Any]) -> None:
         super().__init__(gm, garbage_collect_values=False)
         self.shape_env = shape_env
         self.open_contexts = open_contexts
