@@ -91,7 +91,7 @@ def _stack_depth(instructions: Instructions, start: int, end: int) -> int | None
 
 
 def left_behind(instructions: Instructions, loop: Loop, span: Span) -> frozenset[str] | None:
-    """The local names in which what ``span`` does is seen afterwards; None if it is seen in other ways too.
+    """The local names that ``span`` stores and later code reads; None if it may have other effects.
 
     The span stores to local names alone, and the only way out of it is its exit.
     """

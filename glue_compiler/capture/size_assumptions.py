@@ -5,6 +5,9 @@ where eager also takes a size of 1. Whether an assertion is eager's own is asked
 for which the assertion is false. One that is Dynamo's alone becomes a guard, where the sizes are a function of one
 integer input and the call that is being traced keeps to it. So a call that does not keep to it gets code of its own.
 Other frames are converted again without the flags.
+
+Two sizes that both depend on data, such as those of the pieces that ``cu_seqlens`` is made of, keep torch's assertion: a
+guard would read the data in each call, and where they differ eager has no result either, but for a size of 1 or 0.
 """
 
 from __future__ import annotations
@@ -41,6 +44,8 @@ class SizeAssumptions(compat.TracingObserver):
         elif size_assertions.assertion_count(frame) != len(self._seen):
             made = size_assertions.assertions(frame)
             for assertion in [each for token, each in made if not any(token is known for known in self._seen)]:
+                if not size_assertions.compares_with_a_known_size(assertion):
+                    continue
                 if not size_assertions.eager_raises(frame, self._nodes, assertion) and not _guard(frame, assertion):
                     self.unguarded = f"eager does not ask for {assertion} at '{self._nodes[-1].name}'"
             self._seen = [token for token, _ in made]

@@ -10,7 +10,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import TypeVar
 
 try:
     import fcntl
@@ -37,7 +37,7 @@ class DumpFolder:
         self.wanted = wanted
         self.files: list[str] = []
         self._path: Path | None = None
-        self._claim: IO[str] | None = None  # held for the life of the process
+        self._claim: _Claim | None = None  # held for the life of the process
         self._has_failed = False
         self._lock = threading.Lock()
 
@@ -94,7 +94,7 @@ def _replace(path: Path, text: str) -> None:
         raise
 
 
-def _claim_one(wanted: Path) -> tuple[Path, IO[str]]:
+def _claim_one(wanted: Path) -> tuple[Path, _Claim]:
     """The first folder that no living process holds: ``wanted``, ``wanted/process_PID``, and so on."""
     own = (f"process_{os.getpid()}{suffix}" for suffix in itertools.chain([""], (f"_{n}" for n in itertools.count(2))))
     for path in itertools.chain([wanted], (wanted / name for name in own)):
@@ -103,19 +103,29 @@ def _claim_one(wanted: Path) -> tuple[Path, IO[str]]:
     raise AssertionError("names never end")
 
 
-def _claim(path: Path) -> IO[str] | None:
-    """A lock on ``path`` that ends with this process; None if another one has it."""
+class _Claim:
+    """An open lock file: the lock ends with this object, or with the process."""
+
+    def __init__(self, path: Path) -> None:
+        self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+
+    def __del__(self) -> None:
+        if hasattr(self, "descriptor"):
+            os.close(self.descriptor)
+
+
+def _claim(path: Path) -> _Claim | None:
+    """A lock on ``path``; None if another process has it."""
     path.mkdir(parents=True, exist_ok=True)
-    lock = (path / _LOCK).open("a", encoding="utf-8")
+    claim = _Claim(path / _LOCK)
     if fcntl is not None:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(claim.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            lock.close()
             return None
         except OSError:  # a file system without locks: processes that dump at the same time need a folder each
             pass
-    return lock
+    return claim
 
 
 def _remove_earlier_dump(folder: Path) -> None:
@@ -136,9 +146,9 @@ def _remove_earlier_dump(folder: Path) -> None:
 
 def _remove_dumps_of_ended_processes(folder: Path) -> None:
     for path in folder.glob(PROCESSES):
-        if path.is_dir() and (claim := _claim(path)):
+        claim = _claim(path) if path.is_dir() else None
+        if claim is not None:  # and held until the dump is gone
             _remove_earlier_dump(path)
-            claim.close()
             (path / _LOCK).unlink(missing_ok=True)
             with contextlib.suppress(OSError):
                 path.rmdir()

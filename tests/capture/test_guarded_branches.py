@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import Tensor
@@ -173,3 +177,33 @@ def test_the_third_condition_breaks_the_graph():
 def test_other_backends_break_as_before():
     with pytest.raises(torch._dynamo.exc.Unsupported):
         torch.compile(layers, backend="aot_eager", fullgraph=True)(rows(), PACKED)
+
+
+def test_a_guard_keeps_no_input():
+    def branches(ids, x):
+        return x.sin() if (ids > 0).all() else x.cos()
+
+    compiled = torch.compile(branches, backend="glue", options={"compiler": "aot_eager"}, fullgraph=True)
+    ids, x = torch.tensor([1, 2]), torch.randn(2)
+    torch.testing.assert_close(compiled(ids, x), x.sin())
+    kept = weakref.ref(ids.untyped_storage())
+    tensor = weakref.ref(ids)
+    del ids
+    gc.collect()
+    assert tensor() is None
+    assert kept() is None
+    torch.testing.assert_close(compiled(torch.tensor([0, 2]), x), x.cos())
+
+
+def test_first_compiles_in_several_threads():
+    def branches(ids, x):
+        return x.sin() if (ids > 0).all() else x.cos()
+
+    def one(number):
+        compiled = torch.compile(branches, backend="glue", options={"compiler": "aot_eager"}, fullgraph=True)
+        x = torch.full((number + 2,), 0.5)
+        return [compiled(torch.tensor([sign]), x) - expected(x) for sign, expected in ((1, torch.sin), (0, torch.cos))]
+
+    with ThreadPoolExecutor(4) as pool:
+        differences = [each for several in pool.map(one, range(4)) for each in several]
+    assert all(difference.abs().max() == 0 for difference in differences)

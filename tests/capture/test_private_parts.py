@@ -70,15 +70,24 @@ def test_this_torch_has_all_parts(asked_again):
     assert names(warned) == []
 
 
-@pytest.mark.parametrize(
-    ("feature", "path"),
-    [each for each in RENAMED if each[0] in USED],
-    ids=lambda value: str(getattr(value, "name", value)),
-)
-def test_a_part_that_was_renamed(feature, path, asked_again, monkeypatch):
+@pytest.mark.parametrize(("feature", "path"), RENAMED, ids=lambda value: str(getattr(value, "name", value)))
+def test_a_part_that_was_renamed_turns_its_feature_off(feature, path, asked_again, monkeypatch):
     """Each part, under a name that this torch does not have."""
+    rename(feature, path, monkeypatch)
+    with pytest.warns(GlueWarning, match=feature.name) as warned:
+        assert not feature.is_available()
+    assert path in str(warned[0].message)
+
+
+def rename(feature, path, monkeypatch):
     moved = {f"{each}_moved" if each == path else each: uses for each, uses in feature.parts.items()}
     monkeypatch.setattr(feature, "parts", moved)
+
+
+@pytest.mark.parametrize("feature", USED, ids=lambda feature: feature.name)
+def test_models_train_without_a_feature(feature, asked_again, monkeypatch):
+    path = next(iter(feature.parts))
+    rename(feature, path, monkeypatch)
     torch.manual_seed(0)
     model = Routed()
     expected = gradients(model, model)

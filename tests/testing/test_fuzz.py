@@ -151,6 +151,10 @@ def test_a_gradient_of_zeros_for_a_parameter_that_no_data_selected_is_allowed_wh
     assert compared(none, zeros) != []
     assert compared(none, zeros, ZERO_FOR_NONE=True) == []
     assert compared(none, ones, ZERO_FOR_NONE=True) != []
+    without, with_one = {"output 0 requires grad": False}, {"output 0 requires grad": True}
+    assert compared(without, with_one) != []
+    assert compared(without, with_one, ZERO_FOR_NONE=True) == []
+    assert compared(with_one, without, ZERO_FOR_NONE=True) != []
 
 
 def test_an_error_in_one_of_both_is_told():

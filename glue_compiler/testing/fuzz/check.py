@@ -79,7 +79,7 @@ def verdict(program: Program, expected: Mapping[str, Any] | None = None, off: tu
     kept: list[Capture] = []
 
     def wrap(function: Callable[..., Any]) -> Any:
-        options = {"strict": False, "passes": dict.fromkeys(off, False), **dict(program.options)}
+        options: dict[str, Any] = {"strict": False, "passes": dict.fromkeys(off, False), **dict(program.options)}
         kept.append(compile_and_keep(function, fullgraph=False, dynamic=program.dynamic, **options))
         return kept[-1].call
 

@@ -112,7 +112,7 @@ def _view(graph: fx.Graph, node: fx.Node, value: torch.Tensor, random: Random) -
     if dims > 1:
         options += [("transpose", (0, 1)), ("flatten", ())]
     if dims and random.random() < 0.3:
-        index = random.choice([0, slice(None, 2), slice(1, None), (Ellipsis, slice(0, 1))])
+        index: Any = random.choice([0, slice(None, 2), slice(1, None), (Ellipsis, slice(0, 1))])
         return [graph.call_function(operator.getitem, (node, index))]
     name, args = random.choice(options)
     return [graph.call_method(name, (node, *args))]
@@ -131,7 +131,7 @@ def _write_call(graph: fx.Graph, node: fx.Node, value: torch.Tensor, random: Ran
     else:
         options = [("add_", (1,)), ("mul_", (2,)), ("clamp_", (0, 1)), ("zero_", ()), ("sub_", (1,)), ("fill_", (1,))]
     if value.dim() and random.random() < 0.25:
-        index = random.choice([0, -1, slice(1, None), (Ellipsis, 0), slice(None, None, 2)])
+        index: Any = random.choice([0, -1, slice(1, None), (Ellipsis, 0), slice(None, None, 2)])
         graph.call_function(operator.setitem, (node, index, options[0][0] == "logical_not_" or 1))
         return
     name, args = random.choice(options)
@@ -262,6 +262,7 @@ def respell(graph: fx.Graph, random: Random) -> bool:
     random.shuffle(found)
     for node in found:
         name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+        given: list[Any] = list(node.args)
         if "dim" in node.kwargs and random.random() < 0.5:
             node.kwargs = {("axis" if key == "dim" else key): value for key, value in node.kwargs.items()}
             return True
@@ -269,20 +270,14 @@ def respell(graph: fx.Graph, random: Random) -> bool:
             continue
         if node.op == "call_method" and hasattr(torch, name):
             node.op, node.target = "call_function", getattr(torch, name)
-            if random.random() < 0.5:
-                first, *others = node.args
-                if not others:
-                    node.args, node.kwargs = (), {"input": first, **node.kwargs}
+            if random.random() < 0.5 and len(given) == 1:
+                node.args, node.kwargs = (), {"input": given[0], **node.kwargs}
             return True
         if node.op == "call_function" and node.target is getattr(torch, name, None) and name != "where":
             node.op, node.target = "call_method", name
             return True
-        if (
-            name in ("cumsum", "softmax", "argsort", "sum", "any")
-            and len(node.args) == 2
-            and isinstance(node.args[1], int)
-        ):
-            node.args, node.kwargs = node.args[:1], {random.choice(_AXIS): node.args[1], **node.kwargs}
+        if name in ("cumsum", "softmax", "argsort", "sum", "any") and len(given) == 2 and isinstance(given[1], int):
+            node.args, node.kwargs = tuple(given[:1]), {random.choice(_AXIS): given[1], **node.kwargs}
             return True
         if name in ("add", "sub") and "alpha" not in node.kwargs and node.op == "call_function":
             node.kwargs = {**node.kwargs, "alpha": random.choice([1, 2])}
@@ -292,7 +287,7 @@ def respell(graph: fx.Graph, random: Random) -> bool:
 
 def change_constant(graph: fx.Graph, random: Random) -> bool:
     """A number in a call becomes another."""
-    found = []
+    found: list[tuple[fx.Node, int | str]] = []
     for node in _calls(graph):
         if node.target is operator.getitem and not _is_tensor(node.args[0]):  # type: ignore[arg-type]
             continue

@@ -42,7 +42,7 @@ def _settings() -> dict[str, Any]:
         "dispatch modes": torch._C._len_torch_dispatch_stack(),
         "capture_scalar_outputs": config.capture_scalar_outputs,
         "capture_dynamic_output_shape_ops": config.capture_dynamic_output_shape_ops,
-        "saved tensor hooks": torch._C._autograd._saved_tensors_hooks_is_enabled(),
+        "saved tensor hooks": torch._C._autograd._saved_tensors_hooks_is_enabled(),  # type: ignore[attr-defined]
     }
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import re
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from glue_compiler.testing.fuzz.programs import Call, Program, Statement, made_plain, paths, unwrapped, without
 
@@ -22,8 +23,7 @@ def shrunk(program: Program, still_fails: Callable[[Program], bool], seconds: fl
         for candidate in _smaller(program):
             if time.monotonic() > end:
                 return program
-            if still_fails(candidate):
-                # From here on: what was left out before rarely becomes possible, so go on behind it.
+            if candidate != program and still_fails(candidate):
                 program, progress = candidate, True
                 break
     return program
@@ -91,8 +91,13 @@ def _single_edits(program: Program) -> Iterator[Program]:
     for part in PARTS:
         statements = getattr(program, part)
         for path, statement in paths(statements):
-            yield dataclasses.replace(program, **{part: without(statements, path)})
+            yield _with(program, part, without(statements, path))
             if statement.body and part == "body":
-                yield dataclasses.replace(program, **{part: unwrapped(statements, path)})
+                yield _with(program, part, unwrapped(statements, path))
             if statement.plain:
-                yield dataclasses.replace(program, **{part: made_plain(statements, path)})
+                yield _with(program, part, made_plain(statements, path))
+
+
+def _with(program: Program, part: str, statements: tuple[Statement, ...]) -> Program:
+    changed: dict[str, Any] = {part: statements}
+    return dataclasses.replace(program, **changed)
