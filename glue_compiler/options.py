@@ -144,7 +144,7 @@ def parse_bytes(value: int | str) -> int:
     number, prefix, binary = match.groups()
     found = float(number) * (1024 if binary else 1000) ** " KMGT".index(prefix.upper() or " ")
     if found > MOST_BYTES:
-        raise GlueOptionError(f"'{shortened(value)}' is more bytes than there can be; write for example '24GiB'")
+        raise GlueOptionError(f"'{shortened(str(value))}' is more bytes than there can be; write for example '24GiB'")
     return int(found)
 
 

@@ -141,6 +141,6 @@ def _is_subscript(instruction: Any) -> bool:
 
 def _number(variable: Any) -> int | None:
     if isinstance(variable, hit_variable()):
-        return variable.index
+        return int(variable.index)  # type: ignore[attr-defined]
     value = variable.as_python_constant() if variable.is_python_constant() else None
     return value if type(value) is int else None

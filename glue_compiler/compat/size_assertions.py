@@ -53,7 +53,8 @@ def place_of(symbol: Any, value: Any) -> int | None:
         return -1 if as_written(value) == symbol else None
     if not isinstance(value, torch.Tensor):
         return None
-    sizes = [as_written(size) if isinstance(size, torch.SymInt) else size for size in value.shape]
+    shape: tuple[Any, ...] = tuple(value.shape)
+    sizes = [as_written(size) if isinstance(size, torch.SymInt) else size for size in shape]
     return sizes.index(symbol) if symbol in sizes else None
 
 
@@ -102,9 +103,9 @@ def _runs(node: fx.Node, sizes: _Sizes) -> bool:
             }
             arguments, named = fx.map_arg((node.args, node.kwargs), lambda each: made[each])
             if node.op == "call_method":
-                getattr(arguments[0], node.target)(*arguments[1:], **named)
+                getattr(arguments[0], str(node.target))(*arguments[1:], **named)
             else:
-                node.target(*arguments, **named)
+                node.target(*arguments, **named)  # type: ignore[operator]
     except Exception:
         return False
     return True

@@ -64,7 +64,7 @@ def source_of(operators: Operators, value: Value, index: Index) -> Element:
     call = operators.does(value)
     read = _VIEWS.get(call.operator) if call is not None else None
     source = call.arguments.get("self") if call is not None else None
-    if call is None or read is None or not operators.is_tensor(source):
+    if call is None or read is None or not isinstance(source, Value) or not operators.is_tensor(source):
         raise NotAView(f"{value} is not a view")
     before, after = operators.meta(source), operators.meta(value)
     if before.dtype != after.dtype:
