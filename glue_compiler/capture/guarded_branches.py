@@ -16,6 +16,7 @@ from torch import fx
 
 from glue_compiler import compat
 from glue_compiler.capture.input_functions import Limits, input_function
+from glue_compiler.capture.traced_writes import TracedWrites
 from glue_compiler.compat import branch_guards
 from glue_compiler.fx.values import Symbolic, value_of
 
@@ -30,13 +31,17 @@ class GuardedBranches(compat.TracingObserver):
 
     _output: Any = None
     _decided: dict[Any, bool] = field(default_factory=dict)
+    _writes: TracedWrites = field(default_factory=TracedWrites)
+
+    def made(self, node: fx.Node, misuses_index: bool) -> None:
+        self._writes.made(node)
 
     def decide(self, frame: Any, at: int | None, node: fx.Node, expression: Any) -> bool | None:
         if not branch_guards.BRANCHES.is_available() or (at is not None and compat.is_assertion(frame, at)):
             return None
         if frame.output is not self._output:  # Dynamo starts again after a failed speculation
             self._output, self._decided = frame.output, {}
-        found = input_function(frame, [node], LIMITS) if _is_one_boolean(node) else None
+        found = input_function(frame, [node], LIMITS, self._writes) if _is_one_boolean(node) else None
         if found is None:
             return None
         condition, example = found

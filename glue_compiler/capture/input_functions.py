@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from glue_compiler.capture.traced_writes import TracedWrites
 from glue_compiler.compat import branch_guards, fake_mode_of, size_assertions, unbacked_symbols
 from glue_compiler.fx.bodies import is_higher_order
 from glue_compiler.fx.effects import EffectAnalysis, Kind
-from glue_compiler.fx.values import expression, is_plain, tensors_in, unbacked_in, value_of
+from glue_compiler.fx.values import expression, is_plain, storages_of, tensors_in, unbacked_in, value_of
 
 _INTEGERS = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 
@@ -73,16 +74,20 @@ class InputFunction:
 
 
 def input_function(
-    frame: Any, nodes: Sequence[fx.Node], limits: Limits
+    frame: Any, nodes: Sequence[fx.Node], limits: Limits, writes: TracedWrites
 ) -> tuple[InputFunction, torch.Tensor | None] | None:
-    """The function that computes ``nodes``, and the input of the call that is being traced; None if it is not one."""
-    operators = _operators_behind(frame, nodes, limits)
+    """The function that computes ``nodes``, and the input of the call that is being traced; None if it is not one.
+
+    Args:
+        writes: what the frame has written so far.
+    """
+    operators = _operators_behind(frame, nodes, limits, writes)
     if operators is None:
         return None
     operands = {_origin(frame, operand) for each in operators for operand in each.all_input_nodes} - set(operators)
     tensors = [operand for operand in operands if isinstance(value_of(operand), torch.Tensor)]
     sized = operands - set(tensors)
-    if len(tensors) > 1 or not _is_as_passed(frame):
+    if len(tensors) > 1 or not _is_as_passed(frame, writes):
         return None
     if tensors and (value_of(tensors[0]).dtype not in _INTEGERS or not is_plain(value_of(tensors[0]))):
         return None
@@ -110,7 +115,9 @@ def _origin(frame: Any, node: fx.Node) -> fx.Node:
     return node
 
 
-def _operators_behind(frame: Any, nodes: Sequence[fx.Node], limits: Limits) -> list[fx.Node] | None:
+def _operators_behind(
+    frame: Any, nodes: Sequence[fx.Node], limits: Limits, writes: TracedWrites
+) -> list[fx.Node] | None:
     """What computes ``nodes`` from inputs, operands first; None if anything else than its operands could change it."""
     effects: EffectAnalysis | None = None
     ordered: list[fx.Node] = []
@@ -130,7 +137,7 @@ def _operators_behind(frame: Any, nodes: Sequence[fx.Node], limits: Limits) -> l
             effects = EffectAnalysis(fake_mode_of(tensors_in([value_of(node), *map(value_of, node.all_input_nodes)])))
         found = effects.of(None, node)  # of integers, which no autocast changes
         tensors = tensors_in(value_of(node))
-        if found.kind is not Kind.PURE or any(_is_written(tensor) for tensor in tensors):
+        if found.kind is not Kind.PURE or writes.may_have_written(storages_of(tensors)):
             return None
         if not limits.data_dependent and any(unbacked_in(t) or t.dtype not in _INTEGERS for t in tensors):
             return None
@@ -147,14 +154,10 @@ def _is_size(node: fx.Node) -> bool:
     return isinstance(value, torch.SymInt) and not unbacked_symbols(size_assertions.as_written(value))
 
 
-def _is_written(tensor: torch.Tensor) -> bool:
-    return tensor._version > 0
-
-
-def _is_as_passed(frame: Any) -> bool:
+def _is_as_passed(frame: Any, writes: TracedWrites) -> bool:
     """No integer input has been written yet: the guard sees inputs as they come, and any of them may share memory."""
     tensors = tensors_in([value_of(node) for node in branch_guards.inputs_of(frame)])
-    return not any(_is_written(tensor) for tensor in tensors if tensor.dtype in _INTEGERS)
+    return not writes.may_have_written(storages_of([tensor for tensor in tensors if tensor.dtype in _INTEGERS]))
 
 
 def _size_of(anchor: fx.Node, symbol: fx.Node) -> int | None:

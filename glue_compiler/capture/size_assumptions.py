@@ -6,8 +6,8 @@ for which the assertion is false. One that is Dynamo's alone becomes a guard, wh
 integer input and the call that is being traced keeps to it. So a call that does not keep to it gets code of its own.
 Other frames are converted again without the flags.
 
-Two sizes that both depend on data, such as those of the pieces that ``cu_seqlens`` is made of, keep torch's assertion: a
-guard would read the data in each call, and where they differ eager has no result either, but for a size of 1 or 0.
+Two sizes that both depend on data, such as those of the pieces that ``cu_seqlens`` is made of, keep torch's assertion:
+a guard would read the data in each call, and where they differ eager has no result either, but for a size of 1 or 0.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import fx
 
 from glue_compiler import compat
 from glue_compiler.capture.input_functions import Limits, input_function
+from glue_compiler.capture.traced_writes import TracedWrites
 from glue_compiler.compat import branch_guards, size_assertions
 from glue_compiler.fx.values import value_of
 
@@ -34,9 +35,11 @@ class SizeAssumptions(compat.TracingObserver):
     _seen: list[Any] = field(default_factory=list)
     _nodes: list[fx.Node] = field(default_factory=list)
     """Made since the assertions were looked at."""
+    _writes: TracedWrites = field(default_factory=TracedWrites)
 
     def made(self, node: fx.Node, misuses_index: bool) -> None:
         self._nodes.append(node)
+        self._writes.made(node)
 
     def is_watching(self, frame: Any, at: int) -> bool:
         if frame.output is not self._output:  # Dynamo starts again after a failed speculation
@@ -46,14 +49,15 @@ class SizeAssumptions(compat.TracingObserver):
             for assertion in [each for token, each in made if not any(token is known for known in self._seen)]:
                 if not size_assertions.compares_with_a_known_size(assertion):
                     continue
-                if not size_assertions.eager_raises(frame, self._nodes, assertion) and not _guard(frame, assertion):
+                raises = size_assertions.eager_raises(frame, self._nodes, assertion)
+                if not raises and not _guard(frame, assertion, self._writes):
                     self.unguarded = f"eager does not ask for {assertion} at '{self._nodes[-1].name}'"
             self._seen = [token for token, _ in made]
         self._nodes.clear()
         return False
 
 
-def _guard(frame: Any, assertion: Any) -> bool:
+def _guard(frame: Any, assertion: Any, writes: TracedWrites) -> bool:
     """Calls for which the assertion does not hold get code of their own from now on, if that is possible."""
     symbols = size_assertions.unbacked_in_expression(assertion)
     if set(symbols) != set(assertion.free_symbols):
@@ -62,7 +66,7 @@ def _guard(frame: Any, assertion: Any) -> bool:
     places = [place for place in found.values() if place is not None]
     if len(places) != len(symbols):
         return False
-    computed = input_function(frame, [node for node, _ in places], LIMITS)
+    computed = input_function(frame, [node for node, _ in places], LIMITS, writes)
     if computed is None:
         return False
     function, example = computed

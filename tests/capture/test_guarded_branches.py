@@ -207,3 +207,45 @@ def test_first_compiles_in_several_threads():
     with ThreadPoolExecutor(4) as pool:
         differences = [each for several in pool.map(one, range(4)) for each in several]
     assert all(difference.abs().max() == 0 for difference in differences)
+
+
+@torch.library.custom_op("glue_tests::add_four_to_each", mutates_args={"tensors"})
+def add_four_to_each(tensors: list[torch.Tensor]) -> None:
+    for tensor in tensors:
+        tensor.add_(4)
+
+
+WRITES = {
+    "data": lambda p: p.data.add_(4),
+    "item of data": lambda p: p.data.__setitem__(0, 9),
+    "view of data": lambda p: p.data.view(2, 1)[0].add_(4),
+    "data is another": lambda p: setattr(p, "data", p + 4),
+    "foreach": lambda p: torch._foreach_add_([p], 4),
+    "foreach of views": lambda p: torch._foreach_mul_(p.unbind(), 9),
+    "list of a custom operator": lambda p: add_four_to_each([p]),
+    "out of a list": lambda p: torch.unbind_copy(p + 4, out=list(p.unbind())),
+    "storage": lambda p: p.untyped_storage().fill_(9),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_a_branch_after_a_write_that_no_version_counter_shows(write):
+    def fn(x, p):
+        WRITES[write](p)
+        return x * 2 if p.max() > 4 else x * 3
+
+    compiled, x = torch.compile(fn, backend="glue", options={"compiler": "aot_eager"}), torch.ones(2)
+    for numbers in ([0, 1], [1, 0], [0, -9]):
+        assert torch.equal(compiled(x, torch.tensor(numbers)), fn(x, torch.tensor(numbers)))
+
+
+def test_a_branch_after_a_write_to_other_memory_is_guarded():
+    def fn(x, p):
+        other = p.clone()
+        other.data.add_(4)
+        return x * 2 if p.max() > 4 else x * 3
+
+    compiled = torch.compile(fn, backend="glue", options={"compiler": "aot_eager"}, fullgraph=True)
+    x = torch.ones(2)
+    for numbers in ([0, 1], [5, 0]):
+        assert torch.equal(compiled(x, torch.tensor(numbers)), fn(x, torch.tensor(numbers)))

@@ -1,0 +1,48 @@
+"""Which memory the code that is being traced has written so far, asked of what its operators do.
+
+Autograd's version counters do not tell: a write through ``.data``, or of a list of tensors, advances another one, or
+none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import fx
+
+from glue_compiler.compat import fake_mode_of
+from glue_compiler.fx.bodies import is_higher_order
+from glue_compiler.fx.effects import EffectAnalysis, Kind
+from glue_compiler.fx.values import StorageKey, tensors_in, value_of
+
+
+class TracedWrites:
+    """Of one frame, bodies included. Nodes are noted when Dynamo makes them, and looked at when somebody asks."""
+
+    def __init__(self) -> None:
+        self._waiting: list[fx.Node] = []
+        self._written: set[StorageKey] = set()
+        self._anything = False
+        self._effects: dict[int, EffectAnalysis] = {}
+        """For each fake mode: Dynamo makes another one when it starts again after a failed speculation."""
+
+    def made(self, node: fx.Node) -> None:
+        if node.op.startswith("call_"):
+            self._waiting.append(node)
+
+    def may_have_written(self, storages: Iterable[StorageKey]) -> bool:
+        for node in self._waiting:
+            self._look_at(node)
+        self._waiting.clear()
+        return self._anything or not self._written.isdisjoint(storages)
+
+    def _look_at(self, node: fx.Node) -> None:
+        # The nodes of a body were noted by themselves.
+        if is_higher_order(node) and any(arg.op == "get_attr" for arg in node.all_input_nodes):
+            return
+        mode = fake_mode_of(tensors_in([value_of(arg) for arg in node.all_input_nodes]))
+        if mode is None:  # a call without tensors
+            return
+        found = self._effects.setdefault(id(mode), EffectAnalysis(mode)).of(None, node)
+        self._written |= found.writes
+        self._anything |= found.kind is Kind.BARRIER
