@@ -27,11 +27,11 @@ from glue_compiler.capture.regions import (
     counted_sum,
 )
 from glue_compiler.capture.row_conditions import row_condition
-from glue_compiler.fx.spellings import CAT
 from glue_compiler.fx.values import value_of
 
 MOST_EXPERTS = 2048
 """Loops over more are left to Dynamo: each iteration is traced."""
+_CAT = {torch.cat, torch.concat, torch.concatenate}
 
 
 @dataclass
@@ -140,7 +140,7 @@ class SpeculativeRegions(compat.TracingObserver):
     def made(self, node: fx.Node, misuses_index: bool) -> None:
         if not node.op.startswith("call_"):  # an input that the code is the first to read is no part of it
             return
-        if node.target in CAT:
+        if node.target in _CAT:
             self._note_joined(node)
         running = self._running()
         if running:

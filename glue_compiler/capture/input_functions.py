@@ -179,7 +179,7 @@ def _as_function(
     graph = fx.Graph()
     given = graph.placeholder("given")
     copies: dict[fx.Node, fx.Node] = {} if anchor is None else {anchor: given}
-    key: list[Any] = []
+    key: list[Any] = [tuple(sizes.values())]
     for symbol, dim in sizes.items():
         copies[symbol] = graph.call_method("size", (given, dim))
     names = {copy: str(i) for i, copy in enumerate(copies.values())}

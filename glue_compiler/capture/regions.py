@@ -19,13 +19,14 @@ from glue_compiler.capture.list_growth import Growth
 from glue_compiler.capture.row_conditions import RowCondition
 from glue_compiler.errors import GlueSpeculationError
 from glue_compiler.fx import bodies
-from glue_compiler.fx.spellings import SUM
 
 REGIONS = "glue_speculative_regions"
 """Key in ``node.meta``: the speculative regions that the node was traced in."""
 HITS = "glue_unrolled_hits"
 """Key in ``node.meta`` of the nonzero that an unrolled loop iterates over."""
 
+# Which loops are tried. What is proved of them later is read from operators, not from names.
+_SUM = {torch.sum, "sum"}
 _GREATER = {torch.greater, torch.gt, operator.gt, "gt", "greater", "__gt__"}
 
 
@@ -119,4 +120,4 @@ def counted_sum(hits: fx.Node) -> fx.Node | None:
     total, zero = greater.args
     if type(zero) is not int or zero != 0 or not isinstance(total, fx.Node):
         return None
-    return total if total.target in SUM else None
+    return total if total.target in _SUM else None

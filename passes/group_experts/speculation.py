@@ -87,6 +87,9 @@ def _counts_others(
     selected = _counted(hits, operators) if hits is not None else None
     if selected is None:
         return "what it iterates over is not the nonzero positions of the row counts of a mask"
+    if 0 in operators.meta(selected).shape:
+        # Then no expert is hit, nothing is computed, and what nothing was added to needs no gradient.
+        return "there are no tokens"
     if any(operators.number(loop.routing) != operators.number(selected) for loop in loops):
         return "it iterates over the experts of another routing than its body uses"
     if region.is_shortened and not any(_ends_at(loop, region.length) for loop in loops):

@@ -32,6 +32,10 @@ class Merge:
     keep: fx.Node
     duplicates: tuple[fx.Node, ...]
 
+    def without(self, symbols: set[Any]) -> Merge:
+        """The duplicates that have nothing to do with ``symbols``."""
+        return Merge(self.keep, tuple(node for node in self.duplicates if symbols.isdisjoint(symbols_around(node))))
+
 
 @dataclass(frozen=True)
 class Lift:
@@ -65,9 +69,12 @@ class Plan:
 
     def symbols_gone(self) -> set[Any]:
         """The unbacked symbols of the nodes that go away."""
-        gone = [node for merge in self.merges for node in merge.duplicates]
-        gone += [occurrence.node for lift in self.lifts for occurrence in lift.in_bodies]
-        return {symbol for node in gone for symbol in unbacked_in(value_of(node))}
+        return {symbol for node in self.nodes_gone() for symbol in unbacked_in(value_of(node))}
+
+    def nodes_gone(self) -> set[fx.Node]:
+        """The nodes whose place another one takes."""
+        gone = {node for merge in self.merges for node in merge.duplicates}
+        return gone | {occurrence.node for lift in self.lifts for occurrence in lift.in_bodies}
 
 
 def plan_hoisting(numbering: Numbering, scope: Scope, byte_limit: int, shape_env: Any) -> Plan:
@@ -93,7 +100,7 @@ def limit_plan(plan: Plan, fuel: Fuel) -> Plan:
             if node in gone or fuel.take(f"merge {node.name} into {merge.keep.name}"):
                 gone.add(node)
                 # Torch's fake tensors know one symbol for what is read of one tensor: two readers must not remain.
-                gone.update(user for user in node.users if user in planned and _makes_symbols(user))
+                gone.update(user for user in node.users if user in planned and own_symbols(user))
     merges = [Merge(merge.keep, tuple(node for node in merge.duplicates if node in gone)) for merge in plan.merges]
     merges = [merge for merge in merges if merge.duplicates]
     limited = Plan(plan.scope, list(lifts), merges, skips=plan.skips)
@@ -102,9 +109,18 @@ def limit_plan(plan: Plan, fuel: Fuel) -> Plan:
     return limited
 
 
-def _makes_symbols(node: fx.Node) -> bool:
+def own_symbols(node: fx.Node) -> set[Any]:
+    """The unbacked symbols that come into being at a node."""
     inherited = {symbol for arg in node.all_input_nodes for symbol in unbacked_in(value_of(arg))}
-    return not inherited.issuperset(unbacked_in(value_of(node)))
+    return set(unbacked_in(value_of(node))) - inherited
+
+
+def symbols_around(node: fx.Node) -> set[Any]:
+    """The unbacked symbols of a node's value, of its operands, and of what reads it.
+
+    Torch's fake tensors know one symbol for what is read of one tensor: two readers of it must not make two.
+    """
+    return {s for each in (node, *node.all_input_nodes, *node.users) for s in unbacked_in(value_of(each))}
 
 
 class _Planner:
@@ -137,6 +153,7 @@ class _Planner:
                 self._add_lift(number)
         for number, occurrences in self.outer.items():
             self._add_merge(number, occurrences)
+        self._keep_readers_of_what_stays()
         self._add_symbols()
         self._report_separated()
         return self.plan
@@ -304,6 +321,18 @@ class _Planner:
             self.plan.merges.append(Merge(lifted_earlier, tuple(safe)))
         elif len(safe) > 1:
             self.plan.merges.append(Merge(safe[0], tuple(safe[1:])))
+
+    def _keep_readers_of_what_stays(self) -> None:
+        """What is computed again keeps the symbols that it makes, so what is made of those is no duplicate either."""
+        nodes = [node for scope in (self.scope, *self.scope.children) for node in scope.module.graph.nodes]
+        makers = {symbol: node for node in nodes for symbol in own_symbols(node) & self.numbering.equal_symbols.keys()}
+        while makers:
+            gone = self.plan.nodes_gone()
+            staying = {symbol for symbol, maker in makers.items() if maker not in gone}
+            merges = [merge.without(staying) for merge in self.plan.merges]
+            if merges == self.plan.merges:
+                return
+            self.plan.merges = [merge for merge in merges if merge.duplicates]
 
     def _add_symbols(self) -> None:
         """Symbols of the nodes that go away, unless torch had given both the same one."""

@@ -249,3 +249,30 @@ def test_a_branch_after_a_write_to_other_memory_is_guarded():
     x = torch.ones(2)
     for numbers in ([0, 1], [5, 0]):
         assert torch.equal(compiled(x, torch.tensor(numbers)), fn(x, torch.tensor(numbers)))
+
+
+def test_conditions_on_two_sizes_of_an_input_are_two():
+    def fn(x, p):
+        if p.sum() > p.shape[0]:
+            x = x * 2
+        if p.sum() > p.shape[1]:
+            x = x * 3
+        return x
+
+    compiled = torch.compile(fn, backend="glue", options={"compiler": "aot_eager"}, dynamic=True)
+    x, p = torch.ones(2), torch.zeros(2, 9, dtype=torch.long)
+    for number in (5, 0, 20):
+        p[0, 0] = number
+        assert torch.equal(compiled(x, p), fn(x, p))
+
+
+def test_a_condition_of_floats_inside_of_autocast_is_not_guarded():
+    def fn(x, p):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            if p.float() @ p.float() > 67300:
+                return x * 2
+        return x * 3
+
+    compiled, x = torch.compile(fn, backend="glue", options={"compiler": "aot_eager"}), torch.ones(2)
+    for p in (torch.tensor([1]), torch.tensor([259]), torch.tensor([257])):
+        assert torch.equal(compiled(x, p), fn(x, p))

@@ -225,7 +225,15 @@ def _selected(draw: Draw) -> None:
     )
 
 
-METADATA = (_lengths, _lengths, _longest, _listed, _unique, _documents, _selected)
+def _branch(draw: Draw) -> None:
+    """Python asks what an input holds, perhaps after a write that no version counter shows."""
+    if draw.chance(0.4):
+        draw.emit(draw.pick("pos.data.add_(1)", "torch._foreach_add_([pos], 1)", "pos.add_(1)", "pos.data[0] = 4"))
+    condition = draw.pick("(pos == 0).any()", "pos.max() > 3", "(pos[1:] - pos[:-1] != 1).any()", "flags.any()")
+    draw.emit(f"hidden = torch.tanh(hidden @ weight) if {condition} else hidden * 2")
+
+
+METADATA = (_lengths, _lengths, _longest, _listed, _unique, _documents, _selected, _branch)
 
 RESTARTING = """
 def restarting(length, generator):

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from tests.captured import compile_with_glue, count
 from tests.passes.group_experts.loops import (
     EXPERTS,
+    TOP_K,
     WIDTH,
     assert_close_to_eager,
     assert_grouped,
@@ -69,6 +70,16 @@ def test_sentinel_ids_add_nothing():
     run = compiled(loop_h5)
     assert_close_to_eager(loop_h5, run.call, selected, inputs_for(selected))
     assert_grouped(run)
+
+
+@pytest.mark.parametrize("loop", [loop_h5, loop_g])
+def test_without_tokens_nothing_needs_a_gradient(loop):
+    """Eager visits no expert then; what nothing was added to depends on nothing."""
+    selected = torch.zeros(0, TOP_K, dtype=torch.int64)
+    inputs = inputs_for(selected)
+    run = compiled(loop, fullgraph=False)
+    arguments = (inputs[0], selected, *inputs[1:])
+    assert loop(*arguments).requires_grad == run.call(*arguments).requires_grad
 
 
 def test_another_routing_of_the_same_graph():

@@ -397,3 +397,20 @@ def test_gradients_match_eager_in_fp64_for_random_projections():
     want = result_and_gradients(lambda *a: two_layers(a[0], positions, *a[1:]), [x, first, second])
     assert len(got) == 4
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize(
+    "repeated",
+    [
+        lambda p: (torch.nonzero(p == 0), torch.nonzero(p == 0)),
+        lambda p: (torch.nonzero(p == 0)[:, 0], torch.nonzero(p == 0)[:, 0]),
+        lambda p: (torch.nonzero(p == 0), torch.nonzero(p == 0), torch.nonzero(p == 0).shape[0] * torch.ones(2)),
+        lambda p: (torch.nonzero(p == 0).sum() * 2, torch.nonzero(p == 0)),
+        lambda p: (torch.nonzero(p == 0).sum() * 2, torch.nonzero(p == 0).sum() * 3),
+    ],
+)
+def test_two_outputs_that_depend_on_data_keep_their_own_sizes(repeated):
+    run, positions = compile_with_glue(repeated, passes={"hoist_metadata": True}), torch.tensor([0, 1, 0])
+    for got, want in zip(run.call(positions), repeated(positions), strict=True):
+        assert torch.equal(got, want)
+    assert len(run.graphs) == 1
