@@ -236,7 +236,7 @@ def test_bisect_takes_the_whole_command_after_two_dashes(monkeypatch, tmp_path):
         "bisect", "--metric", r"loss (\S+)", "--folder", str(tmp_path), "--", "python", "t.py", "--metric", "x"
     )
     assert result.exit_code == 2
-    expected = {"metric": r"loss (\S+)", "tolerance": 0.0, "folder": tmp_path}
+    expected = {"metric": r"loss (\S+)", "tolerance": 0.0, "limit": None, "folder": tmp_path}
     assert calls == [(["python", "t.py", "--metric", "x"], expected)]
 
 
