@@ -53,8 +53,11 @@ def harm(step: compat.Step, is_own: Callable[[Any], bool]) -> str | None:
     name = step.instruction.opname
     if name not in _INSTRUCTIONS and not name.startswith("POP_JUMP"):
         return f"its code has the instruction {name}"
+    function = None
+    if name.startswith("CALL"):
+        function = next((value for value in step.taken(1) if not compat.is_placeholder(value)), None)
     for value in step.pushed:
-        if name == "GET_ITER" and compat.is_iterator(value):
+        if (name == "GET_ITER" or compat.is_iter(function)) and compat.is_iterator(value):
             continue  # a new one: to iterate an iterator is to hold it first
         unknown = compat.unknown_value(value, is_own)
         if unknown is not None:
@@ -69,7 +72,6 @@ def harm(step: compat.Step, is_own: Callable[[Any], bool]) -> str | None:
     if changed is not None and not (compat.is_container(changed) and is_own(changed)):
         return "its code may change an object that it has not made"
     if name.startswith("CALL"):
-        function = next((value for value in step.taken(1) if not compat.is_placeholder(value)), None)
         unknown = compat.unknown_call(function, step.nodes > 0)
         if unknown is not None:
             return f"its code makes {unknown}" if unknown.startswith("a call") else f"its code calls {unknown}"

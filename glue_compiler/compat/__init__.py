@@ -32,6 +32,7 @@ from glue_compiler.compat.features import can_run
 from glue_compiler.compat.harmless_values import (
     appended_list,
     is_container,
+    is_iter,
     is_iterator,
     is_placeholder,
     is_tensor,
@@ -112,6 +113,7 @@ __all__ = [
     "is_data_dependent_failure",
     "is_functorch_wrapped",
     "is_inductor_option",
+    "is_iter",
     "is_iterator",
     "is_list_in",
     "is_placeholder",

@@ -15,6 +15,7 @@ _IMMUTABLE = {
     "ConstantVariable",  # numbers, strings, None, dtypes
     "EnumVariable",
     "NullVariable",  # a place on the stack
+    "ObjectVariable",  # a bare object(), as a mark
     "RangeVariable",
     "SizeVariable",
     "SliceVariable",
@@ -28,6 +29,9 @@ _IN_GRAPH = {
 }
 _READ = {
     # They may change, but not by instructions that are let through: STORE_ATTR is not, and calls are looked at.
+    "DictItemsVariable",
+    "DictKeysVariable",
+    "DictValuesVariable",
     "PythonModuleVariable",
     "UnspecializedBuiltinNNModuleVariable",
     "UnspecializedNNModuleVariable",
@@ -37,6 +41,9 @@ _READ = {
 _CONTAINERS = {"ConstDictVariable", "ListVariable", "SetVariable"}
 _OWN = {
     # To ask one for the next item changes it.
+    "DictItemsIterator",
+    "DictKeysIterator",
+    "DictValuesIterator",
     "ListIteratorVariable",
     "RangeIteratorVariable",
     "TupleIteratorVariable",
@@ -59,10 +66,13 @@ _KNOWN_INDEX = {"HitVariable"}  # refuses by itself all but what is written ther
 
 _BUILTINS = {
     # They read their arguments; methods that they run are instructions, which are looked at.
-    abs, bool, dict, float, int, isinstance, len, list, max, min, range, slice, str, sum, tuple, type, zip,
+    abs, bool, callable, dict, float, hasattr, int, isinstance, iter, len, list, max, min, range, slice, str, sum,
+    tuple, type, zip,
     operator.add, operator.eq, operator.ge, operator.getitem, operator.gt, operator.index, operator.le, operator.lt,
     operator.mul, operator.ne, operator.neg, operator.sub,
 }  # fmt: skip
+# From 2.13 on; what it gives is a new iterator, or one from outside, which is looked at itself.
+_ITER = "IterBuiltinVariable"
 _READERS = {
     "ConstDictVariable": {"__contains__", "__getitem__", "__len__", "copy", "get", "items", "keys", "values"},
     "ListVariable": {"__contains__", "__getitem__", "__len__", "copy", "count", "index"},
@@ -98,7 +108,7 @@ def unknown_value(variable: Any, is_own: Callable[[Any], bool]) -> str | None:
         return None if is_own(variable) else f"an iterator from outside ({kind})"
     if kind == "BuiltinVariable":
         return None if _is_in(variable.fn, _BUILTINS) else f"'{getattr(variable.fn, '__name__', variable.fn)}'"
-    if kind == "TorchInGraphFunctionVariable":
+    if kind in (_ITER, "TorchInGraphFunctionVariable"):
         return None
     if kind == "GetAttrVariable":
         owner = touched(variable.obj)
@@ -113,7 +123,7 @@ def unknown_value(variable: Any, is_own: Callable[[Any], bool]) -> str | None:
 def unknown_call(function: Any, adds_nodes: bool) -> str | None:
     """None if a call of this value, which :func:`unknown_value` let through, leaves Python alone; else what it is."""
     kind = type(function).__name__
-    if kind in _CALLED or kind == "BuiltinVariable":
+    if kind in _CALLED or kind in (_ITER, "BuiltinVariable"):
         return None
     if kind == "TorchInGraphFunctionVariable":
         is_known = adds_nodes or _is_in(function.value, _TORCH_READS)
@@ -132,6 +142,12 @@ def is_container(variable: Any) -> bool:
 
 def is_iterator(variable: Any) -> bool:
     return type(variable).__name__ in _OWN
+
+
+def is_iter(variable: Any) -> bool:
+    """Is it the builtin ``iter``?"""
+    kind = type(variable).__name__
+    return kind == _ITER or (kind == "BuiltinVariable" and variable.fn is iter)
 
 
 def is_tensor(variable: Any) -> bool:

@@ -41,6 +41,7 @@ class State:
         self.zip = zip(range(1, 100), range(100), strict=False)
         self.generator = (i for i in range(1, 100))
         self.iterator = iter([float(i) for i in range(1, 100)])
+        self.values = iter({i: float(i) for i in range(1, 100)}.values())
         self.enumerate = enumerate(range(100), start=1)
         self.weights = [1.0, 2.0, 3.0, 4.0]
         self.tensor = torch.ones((), dtype=torch.float64)
@@ -48,7 +49,8 @@ class State:
     def seen(self):
         """As plain data."""
         plain = {name: value for name, value in vars(self).items() if isinstance(value, int | list | dict | set)}
-        rest = [next(self.range), next(self.zip), next(self.generator), next(self.iterator), next(self.enumerate)]
+        iterators = self.range, self.zip, self.generator, self.iterator, self.values, self.enumerate
+        rest = [next(each) for each in iterators]
         tensors = sorted((k, v) for k, v in vars(self.tensor).items())
         return plain, list(self.deque), self.box.count, self.box.items, vars(self.box).keys(), rest, tensors, Box.kind
 
@@ -276,6 +278,14 @@ def next_of_an_iterator(state, expert):
     return next(state.iterator)
 
 
+def next_of_a_dicts_values(state, expert):
+    return next(state.values)
+
+
+def iter_of_a_dicts_values(state, expert):
+    return next(iter(state.values))
+
+
 def next_of_an_enumerate(state, expert):
     return next(state.enumerate)[0]
 
@@ -441,7 +451,8 @@ TROUBLE = [
     sets_a_default, reads_a_defaultdict, counts_with_a_counter, moves_to_the_end, adds_to_a_set, merges_a_set,
     appends_to_a_deque, rotates_a_deque, writes_a_global, writes_a_global_in_a_helper, appends_to_a_global,
     appends_to_a_default, next_of_a_range, next_of_a_zip, next_of_a_generator, next_of_an_iterator,
-    next_of_an_enumerate, one_turn_of_an_iterator, unpacks_an_iterator, draws, draws_a_tensor,
+    next_of_a_dicts_values, iter_of_a_dicts_values, next_of_an_enumerate,
+    one_turn_of_an_iterator, unpacks_an_iterator, draws, draws_a_tensor,
     sets_a_tensors_attribute, raises_and_catches, catches, in_a_context, in_its_own_context, imports,
     logs, while_loop, maps, comprehends, calls_a_bound_method, makes_a_closure_that_writes, holds_on_to_its_own,
 ]  # fmt: skip
