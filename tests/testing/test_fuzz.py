@@ -273,3 +273,17 @@ def test_the_command_line_prints_its_seed_and_what_fired(capsys):
     assert "graphs: 3 in" in printed
     assert "hoist_metadata: rewrote" in printed
     assert code == ("FAILED" in printed)
+
+
+def test_two_workers_count_together():
+    found = subprocess.run(
+        [
+            *(sys.executable, "-m", "glue_compiler.testing.fuzz", "--workers", "2", "--count", "2", "--seconds", "200"),
+            *("--seed", "5", "--level", "graphs", "--kind", "metadata"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert "graphs: 2 in" in found.stdout

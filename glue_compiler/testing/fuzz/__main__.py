@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import multiprocessing
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from glue_compiler import registry
-from glue_compiler.testing.fuzz.campaign import run_programs
-from glue_compiler.testing.fuzz.graph_campaign import run_graphs
 from glue_compiler.testing.fuzz.kinds import KINDS
-from glue_compiler.testing.fuzz.tally import Reporter, Settings, Tally
-
-LEVELS = {"graphs": run_graphs, "programs": run_programs}
-_SEEDS_APART = 1_000_003
+from glue_compiler.testing.fuzz.tally import Settings
+from glue_compiler.testing.fuzz.workers import LEVELS, run_in
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     failed = False
     for level in levels:
-        tally = _run_in(given.workers, level, settings)
+        tally = run_in(given.workers, level, settings)
         print(f"seed {seed}, " + "\n".join(tally.lines()), flush=True)
         failed |= bool(tally.failures)
     return 1 if failed else 0
@@ -60,23 +53,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--workers", type=int, default=1, help="processes, each with a seed of its own")
     parser.add_argument("--shrink-seconds", type=float, default=30.0, help="to make one failure smaller")
     return parser
-
-
-def _run_in(workers: int, level: str, settings: Settings) -> Tally:
-    if workers == 1:
-        return _run(level, settings)
-    each = [dataclasses.replace(settings, seed=settings.seed + _SEEDS_APART * n) for n in range(workers)]
-    if settings.count is not None:
-        each = [dataclasses.replace(own, count=-(-settings.count // workers)) for own in each]
-    total = Tally(level)
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        for tally in pool.map(_run, [level] * workers, each):
-            total.add(tally)
-    return total
-
-
-def _run(level: str, settings: Settings) -> Tally:
-    return LEVELS[level](settings, Reporter(lambda text: print(text, flush=True), settings.keep))
 
 
 if __name__ == "__main__":
