@@ -17,11 +17,12 @@ from types import ModuleType
 from typing import Any
 
 NAME = "GLUE"
+SWITCH = "GLUE_ACCELERATE"
 
 
 def install() -> None:
     """From now on, add the name where accelerate keeps the names it accepts, when those modules are imported."""
-    if os.environ.get("GLUE_ACCELERATE", "1") in ("0", "false"):
+    if os.environ.get(SWITCH, "1") in ("0", "false"):
         return
     for name, add in _ADD.items():
         if name in sys.modules:

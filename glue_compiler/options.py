@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
-from glue_compiler import compat
+from glue_compiler import accelerate_backend, compat
 from glue_compiler.errors import GlueOptionError, GlueWarning, unknown_name
 
 Compiler = Literal["inductor", "aot_eager"]
@@ -248,7 +248,7 @@ _CONVERT = {
 def _from_environment(environment: Mapping[str, str], pass_names: Collection[str]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for variable, text in environment.items():
-        if not variable.startswith("GLUE_"):
+        if not variable.startswith("GLUE_") or variable == accelerate_backend.SWITCH:
             continue
         key = _ENVIRONMENT.get(variable)
         if key is None:

@@ -131,3 +131,8 @@ def test_more_bytes_than_an_address_holds_are_an_error(value):
     with pytest.raises(GlueOptionError) as raised:
         parse_bytes(value)
     assert len(str(raised.value)) < 200
+
+
+def test_the_switch_for_accelerates_names_is_no_unknown_variable(recwarn):
+    parse(GLUE_ACCELERATE="0")
+    assert not recwarn.list
