@@ -65,7 +65,8 @@ def eager_raises(frame: Any, nodes: Sequence[fx.Node], assertion: Any) -> bool:
     tried stays with the assertion that torch makes.
     """
     runs = itertools.islice(_violations(frame.output.shape_env, assertion), _MOST_RUNS)
-    operators = [node for node in nodes if node.op.startswith("call_")]
+    # Nothing else is run: a call that gives no tensor may switch a mode.
+    operators = [n for n in nodes if n.op.startswith("call_") and _is_tensors(n.meta.get("example_value"))]
     return not operators or not any(all(_runs(node, values) for node in operators) for values in runs)
 
 
@@ -80,6 +81,11 @@ def _violations(shape_env: Any, assertion: Any) -> Iterator[_Sizes]:
         values = _Sizes({symbol: sympy.Integer(int(size)) for symbol, size in {**hints, **choice}.items()})
         if _value(assertion, values) is False:
             yield values
+
+
+def _is_tensors(value: Any) -> bool:
+    several = value if isinstance(value, tuple | list) else (value,)
+    return bool(several) and all(isinstance(each, torch.Tensor) for each in several)
 
 
 class _Sizes(dict[Any, Any]):

@@ -89,6 +89,9 @@ _SCALAR_MODULES = {operator.__name__, operator.add.__module__, builtins.__name__
 _KNOWN_NAMESPACES = {"aten", "prims", "prim"}
 
 
+_PLAIN = (torch.Tensor, *Symbolic, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout)
+
+
 @dataclass(frozen=True)
 class _Outcome:
     """What running a call on fake tensors showed. ``written`` are indices into the call's tensor operands."""
@@ -263,6 +266,9 @@ class EffectAnalysis:
         if any(not has_value(arg) for arg in node.all_input_nodes):
             return False
         values = [value_of(item) for item in (node, *node.all_input_nodes)]
+        # A call that takes or gives anything else, such as a context, may switch what later calls do.
+        if not all(isinstance(leaf, _PLAIN) for leaf in leaves(values)):
+            return False
         if any(compat.is_functorch_wrapped(tensor) for tensor in tensors_in(values)):
             return False  # between vmap and grad levels an operator does not mean what it says
         if isinstance(node.target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):

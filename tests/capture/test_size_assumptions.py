@@ -124,3 +124,16 @@ def test_what_eager_asks_for_too_needs_no_guard(program, numbers, monkeypatch):
     assert run.session.capture_events == []
     with pytest.raises(RuntimeError):
         run.call(torch.tensor([5, 5]), x)
+
+
+def test_modes_that_the_code_switches_are_not_switched_to_see():
+    def fn(n, x):
+        starts = torch.nonzero(n).flatten()
+        with torch.inference_mode():
+            starts = starts.view_as(starts)
+        return x * 2
+
+    run, n, x = compile_with_glue(fn, fullgraph=False), torch.tensor([1, 0]), torch.ones(3)
+    assert torch.equal(run.call(n, x), fn(n, x))
+    assert not torch.is_inference_mode_enabled()
+    assert torch.nonzero(n).shape == (1, 1)  # the dispatcher is as it was

@@ -173,3 +173,17 @@ def test_other_equalities_of_sizes_are_another_call(monkeypatch):
 
     ran, _ = runs_of(fn, torch.ones(5, 4), monkeypatch=monkeypatch)
     assert sum(node.target == "relu" for node in ran) == 2
+
+
+def test_a_context_is_neither_entered_nor_left():
+    """Leaving inference mode restores the dispatcher's state of when it was entered."""
+
+    def fn(x):
+        with torch.inference_mode():
+            y = x * 2
+        return x + 1, y
+
+    effects = effects_of(fn, torch.ones(3))
+    assert [e.kind for n, e in effects.items() if "inference" in n.name] == [Kind.BARRIER] * 2
+    assert not torch.is_inference_mode_enabled()
+    torch.nonzero(torch.ones(3))
