@@ -139,11 +139,6 @@ class Numbering:
         found = self._last_write({storage}, self.ends[node], self.starts[before])
         return found.time if found is not None and storage not in self.unreadable else None
 
-    def equal_at(self, first: fx.Node, second: fx.Node, at: fx.Node) -> bool:
-        """Does ``at`` find equal values in ``first`` and ``second``?"""
-        found = [self.contents(node, at) for node in (first, second)]
-        return None not in found and self.numbers[found[0]] == self.numbers[found[1]]  # type: ignore[index]
-
     def _last_write(self, storages: set[StorageKey], after: int, before: int) -> Write | None:
         for write in reversed(self.writes):
             if write.time <= after:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from glue_compiler.compat.switches import AUTOCAST_SWITCHES
 from glue_compiler.fx import bodies
 from glue_compiler.fx.values import tensors_in
 from glue_compiler.verify.compare import Named
@@ -122,7 +123,7 @@ class InFp64(fx.Interpreter):
     """Runs a captured graph with every floating-point dtype replaced by fp64, outside of autocast."""
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if target in (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast):
+        if target in AUTOCAST_SWITCHES:
             return None
         return super().call_function(target, *_in_fp64((args, kwargs)))
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from glue_compiler.compat.switches import ENTER_AUTOCAST, EXIT_AUTOCAST
 from glue_compiler.fx.effects import EffectAnalysis
 from glue_compiler.fx.values import value_of
 from glue_compiler.passes.group_experts.grouped_body import Emitter
@@ -27,11 +28,11 @@ def replace_fallback(gm: fx.GraphModule, node: fx.Node, analysis: EffectAnalysis
     device = value_of(x).device.type
     with gm.graph.inserting_before(node):
         # The operator is none of those that autocast casts for; grouped_linear, which stands for F.linear, is.
-        region = gm.graph.call_function(torch.amp.autocast_mode._enter_autocast, (device, None, False, None))
+        region = gm.graph.call_function(ENTER_AUTOCAST, (device, None, False, None))
         emit = Emitter(gm, (node,), analysis, autocast=(region,))
         narrow = emit.method("to", offsets, torch.int32)
         product = emit.call(torch.ops.glue.grouped_linear.default, x, weight, narrow, None, True)
-        gm.graph.call_function(torch.amp.autocast_mode._exit_autocast, (region,))
+        gm.graph.call_function(EXIT_AUTOCAST, (region,))
     node.replace_all_uses_with(product)
     gm.graph.erase_node(node)
     gm.recompile()

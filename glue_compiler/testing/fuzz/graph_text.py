@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from glue_compiler.compat.switches import ENTER_AUTOCAST, EXIT_AUTOCAST
 from glue_compiler.testing.fuzz.graphs import CHECKPOINT, Template
 from glue_compiler.testing.fuzz.programs import Call, Program, Statement
 from glue_compiler.testing.fuzz.twists import OPERATORS
 
-_ENTER, _EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
 _CHECKS = ("_assert_scalar", "_check", "sym_constrain_range", "_assert_async", "_log_api_usage_once")
 
 
@@ -42,11 +42,11 @@ def _statements(gm: fx.GraphModule, prelude: list[Statement]) -> tuple[tuple[Sta
         if node.op == "output":
             returned = node.args[0]
             outputs = [_text(value) for value in (returned if isinstance(returned, tuple | list) else [returned])]
-        elif node.target is _ENTER:
+        elif node.target is ENTER_AUTOCAST:
             device, dtype, enabled, _ = node.args
             headers.append(f"with torch.autocast({device!r}, dtype={dtype}, enabled={enabled}):")
             blocks.append([])
-        elif node.target is _EXIT:
+        elif node.target is EXIT_AUTOCAST:
             block = tuple(blocks.pop())
             blocks[-1].append(Statement(headers.pop(), block))
         elif node.op == "get_attr":

@@ -13,13 +13,13 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, compute_unbacked_bindings
 
+from glue_compiler.compat.switches import ENTER_AUTOCAST, EXIT_AUTOCAST
 from glue_compiler.fx.copying import copy_graph_module
 from glue_compiler.testing.fuzz.check import NotAProgram, clean_dynamo, module_of
 from glue_compiler.testing.fuzz.kinds import draw_program
 from glue_compiler.testing.fuzz.programs import Program
 
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
-_ENTER, _EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def _modes_restored() -> Iterator[list[Any]]:
             yield open_contexts
     finally:
         while open_contexts:
-            _EXIT(open_contexts.pop())
+            EXIT_AUTOCAST(open_contexts.pop())
 
 
 class _Recorder(fx.Interpreter):
@@ -119,7 +119,7 @@ class _Recorder(fx.Interpreter):
         if node.op == "output" or (value is None and node.target is not torch._C._log_api_usage_once):
             node.meta.pop("example_value", None)
             return value
-        if isinstance(value, fx.GraphModule) or node.target in (_ENTER, _EXIT):
+        if isinstance(value, fx.GraphModule) or node.target in (ENTER_AUTOCAST, EXIT_AUTOCAST):
             return value
         node.meta["example_value"] = value
         if bindings := compute_unbacked_bindings(self.shape_env, value):
@@ -130,9 +130,9 @@ class _Recorder(fx.Interpreter):
         if target is CHECKPOINT:
             return _Recorder(args[0], self.shape_env, self.open_contexts).run(*args[1:])
         value = super().call_function(target, args, kwargs)
-        if target is _ENTER:
+        if target is ENTER_AUTOCAST:
             self.open_contexts.append(value)
-        elif target is _EXIT and args[0] in self.open_contexts:
+        elif target is EXIT_AUTOCAST and args[0] in self.open_contexts:
             self.open_contexts.remove(args[0])
         return value
 

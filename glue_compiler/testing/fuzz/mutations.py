@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from glue_compiler.compat.switches import ENTER_AUTOCAST, EXIT_AUTOCAST
 from glue_compiler.testing.fuzz.graphs import CHECKPOINT
 
 Mutation = Callable[[fx.Graph, Random], bool]
@@ -338,9 +339,9 @@ def another_mode(graph: fx.Graph, random: Random) -> bool:
             graph.call_function(torch._C._set_grad_enabled, (True,))
         return True
     with graph.inserting_before(nodes[start]):
-        entered = graph.call_function(torch.amp.autocast_mode._enter_autocast, ("cpu", torch.bfloat16, True, None))
+        entered = graph.call_function(ENTER_AUTOCAST, ("cpu", torch.bfloat16, True, None))
     with graph.inserting_after(nodes[end]):
-        graph.call_function(torch.amp.autocast_mode._exit_autocast, (entered,))
+        graph.call_function(EXIT_AUTOCAST, (entered,))
     return True
 
 
