@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from glue_compiler import compat
 from glue_compiler.capture.expert_loops import SpeculativeRegions
 from glue_compiler.capture.guarded_branches import GuardedBranches
+from glue_compiler.capture.inference_mode import InferenceMode
 from glue_compiler.capture.size_assumptions import SizeAssumptions
 
 log = logging.getLogger(__name__)
@@ -130,6 +131,7 @@ def install(backend_class: type[FrameOwner]) -> None:
 
     def hook(backend: FrameOwner, stored: Mapping[str, Any], code: CodeType, convert: Callable[[], Any]) -> Any:
         convert_one = convert_frame_with_loops if backend.begin_frame(stored, code) else convert_frame
-        return convert_one(convert, lambda event: backend.record_capture(stored, event))
+        with compat.traced(InferenceMode()):
+            return convert_one(convert, lambda event: backend.record_capture(stored, event))
 
     compat.install_frame_hook(lambda backend: isinstance(backend, backend_class), hook)

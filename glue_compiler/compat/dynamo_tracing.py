@@ -73,6 +73,14 @@ class TracingObserver:
     def created(self, token: Any) -> None:
         """Traced code made a Python object that can change; ``token`` stands for it."""
 
+    def enters_inference_mode(self, bodies_of: Sequence[Any]) -> str | None:
+        """Called before traced code enters inference mode; a text, if the graph has to end there: why.
+
+        Args:
+            bodies_of: the higher-order operators in whose bodies that is, as Dynamo names them, the innermost first.
+        """
+        return None
+
     def made(self, node: fx.Node, misuses_index: bool) -> None:
         """Dynamo added a node to a graph.
 
@@ -84,6 +92,8 @@ TRACING = Feature(
     "tracing of loops over experts and of branches on integer inputs",
     {
         "torch._dynamo.bytecode_transformation:cleaned_instructions": Uses(("code",)),
+        "torch._dynamo.exc:unimplemented": Uses(("gb_type", "context", "explanation", "hints")),
+        "torch._dynamo.output_graph:SubgraphTracer.__init__": Uses(("self",), ("parent", "source_target")),
         "torch._dynamo.output_graph:SubgraphTracer.create_proxy": Uses(("self", "kind", "target")),
         "torch._dynamo.symbolic_convert:InstructionTranslatorBase.run": Uses(names=("step",)),
         "torch._dynamo.symbolic_convert:InstructionTranslatorBase.step": Uses(
@@ -96,6 +106,7 @@ TRACING = Feature(
         "torch._dynamo.variables.base:VariableTracker.call_method": Uses(("self", "tx", "name", "args", "kwargs")),
         "torch._dynamo.variables.base:VariableTracker.is_python_constant": Uses(("self",)),
         "torch._dynamo.variables.constant:ConstantVariable.create": Uses(("value",)),
+        "torch._dynamo.variables.ctx_manager:InferenceModeVariable.enter": Uses(("self", "tx")),
         "torch._dynamo.variables.lazy:LazyVariableTracker.realize": Uses(("self",)),
         "torch._dynamo.variables.lists:ListVariable": ANY,
         "torch._dynamo.variables.tensor:SymNodeVariable.evaluate_expr": Uses(("self", "output_graph")),
@@ -163,6 +174,7 @@ def _install() -> None:
     from torch._dynamo.output_graph import SubgraphTracer
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
     from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
+    from torch._dynamo.variables.ctx_manager import InferenceModeVariable
     from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 
     parts = [
@@ -170,6 +182,7 @@ def _install() -> None:
         (InstructionTranslatorBase, "step", _step),
         (SymNodeVariable, "evaluate_expr", _evaluate),
         (SubgraphTracer, "create_proxy", _create),
+        (InferenceModeVariable, "enter", _enter),
         # Those of objects that existed before are made, too, when code first touches one.
         (AttributeMutationNew, "__init__", _born),
         (ValueMutationNew, "__init__", _born),
@@ -274,3 +287,20 @@ def _create(original: Callable[..., Any]) -> Callable[..., Any]:
         return proxy
 
     return create_proxy
+
+
+def _enter(original: Callable[..., Any]) -> Callable[..., Any]:
+    from torch._dynamo.exc import unimplemented
+
+    def enter(self: Any, tx: Any) -> Any:
+        tracer, bodies_of = tx.output.current_tracer, []
+        while tracer.parent is not None:
+            bodies_of.append(tracer.source_target)
+            tracer = tracer.parent
+        for observer in _observers.now:
+            reason = observer.enters_inference_mode(bodies_of)
+            if reason is not None:
+                unimplemented(gb_type="glue: inference mode", context="", explanation=reason, hints=[])
+        return original(self, tx)
+
+    return enter
