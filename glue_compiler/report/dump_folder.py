@@ -8,6 +8,7 @@ import json
 import os
 import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -108,10 +109,7 @@ class _Claim:
 
     def __init__(self, path: Path) -> None:
         self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-
-    def __del__(self) -> None:
-        if hasattr(self, "descriptor"):
-            os.close(self.descriptor)
+        weakref.finalize(self, os.close, self.descriptor)
 
 
 def _claim(path: Path) -> _Claim | None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from glue_compiler.compat.switches import AUTOCAST_SWITCHES
+from glue_compiler.compat.switches import AUTOCAST_SWITCHES, modes_restored
 from glue_compiler.fx import bodies
 from glue_compiler.fx.values import tensors_in
 from glue_compiler.verify.compare import Named
@@ -46,7 +46,8 @@ def run(
     for position, value in (shared or {}).items():
         arguments[position] = value
     versions = [_version(argument) for argument in arguments]
-    outputs = as_tuple(call(*arguments))
+    with modes_restored():
+        outputs = as_tuple(call(*arguments))
     forward = forward_results(outputs, arguments, names)
     if not gradients or not leaves:
         return Results(forward, ())

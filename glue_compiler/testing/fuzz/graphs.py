@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -13,7 +12,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, compute_unbacked_bindings
 
-from glue_compiler.compat.switches import ENTER_AUTOCAST, EXIT_AUTOCAST
+from glue_compiler.compat.switches import ENTER_AUTOCAST, EXIT_AUTOCAST, modes_restored
 from glue_compiler.fx.copying import copy_graph_module
 from glue_compiler.testing.fuzz.check import NotAProgram, clean_dynamo, module_of
 from glue_compiler.testing.fuzz.kinds import draw_program
@@ -87,31 +86,19 @@ def record_values(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
         CannotRecord: says why.
     """
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-    with _modes_restored() as open_contexts:
+    with modes_restored():
         try:
             fakes = [mode.from_tensor(value, static_shapes=True) for value in inputs]
             with mode, torch.enable_grad():
-                _Recorder(gm, mode.shape_env, open_contexts).run(*fakes)
+                _Recorder(gm, mode.shape_env).run(*fakes)
         except Exception as error:
             raise CannotRecord(f"{type(error).__name__}: {error}") from error
 
 
-@contextlib.contextmanager
-def _modes_restored() -> Iterator[list[Any]]:
-    open_contexts: list[Any] = []
-    try:
-        with torch.enable_grad():
-            yield open_contexts
-    finally:
-        while open_contexts:
-            EXIT_AUTOCAST(open_contexts.pop())
-
-
 class _Recorder(fx.Interpreter):
-    def __init__(self, gm: fx.GraphModule, shape_env: ShapeEnv | None, open_contexts: list[Any]) -> None:
+    def __init__(self, gm: fx.GraphModule, shape_env: ShapeEnv | None) -> None:
         super().__init__(gm, garbage_collect_values=False)
         self.shape_env = shape_env
-        self.open_contexts = open_contexts
 
     def run_node(self, node: fx.Node) -> Any:
         node.meta.pop("unbacked_bindings", None)
@@ -128,13 +115,8 @@ class _Recorder(fx.Interpreter):
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is CHECKPOINT:
-            return _Recorder(args[0], self.shape_env, self.open_contexts).run(*args[1:])
-        value = super().call_function(target, args, kwargs)
-        if target is ENTER_AUTOCAST:
-            self.open_contexts.append(value)
-        elif target is EXIT_AUTOCAST and args[0] in self.open_contexts:
-            self.open_contexts.remove(args[0])
-        return value
+            return _Recorder(args[0], self.shape_env).run(*args[1:])
+        return super().call_function(target, args, kwargs)
 
 
 def run_graph(gm: fx.GraphModule) -> Callable[..., Any]:
@@ -144,7 +126,7 @@ def run_graph(gm: fx.GraphModule) -> Callable[..., Any]:
     call = eager_reference(gm).forward  # called as a module, a graph that fails prints its text
 
     def run(*inputs: Any) -> tuple[Any, ...]:
-        with _modes_restored():
+        with modes_restored(), torch.enable_grad():
             outputs = call(*inputs)
         return tuple(value for value in outputs)
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from glue_compiler.compat.switches import autocast_nesting
+
 
 @dataclass(frozen=True)
 class ProcessState:
@@ -36,6 +38,7 @@ def _settings() -> dict[str, Any]:
         "autocast on the CPU": torch.is_autocast_enabled("cpu"),
         "autocast on CUDA": torch.is_autocast_enabled("cuda"),
         "autocast dtype": torch.get_autocast_dtype("cpu"),
+        "autocast regions": autocast_nesting(),
         "autocast cache": torch.is_autocast_cache_enabled(),
         "default dtype": torch.get_default_dtype(),
         "function modes": torch._C._len_torch_function_stack(),
