@@ -34,6 +34,16 @@ class _PreDispatchMode(SchemaCheckMode):
         return result
 
 
+def is_higher_order(operator: Any) -> bool:
+    """Takes functions, and has no schema."""
+    return isinstance(operator, torch._ops.HigherOrderOperator)
+
+
+def computes_only(operator: Any) -> bool:
+    """A higher-order operator that is known to write nothing, whatever functions glue's own operators pass it."""
+    return is_higher_order(operator) and operator.name() == "flex_attention"
+
+
 @contextlib.contextmanager
 def observed_operators(on_call: OnCall) -> Iterator[None]:
     """Call ``on_call(overload, args, kwargs, result)`` after each operator that Python code dispatches.

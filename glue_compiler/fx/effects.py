@@ -22,7 +22,7 @@ from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from glue_compiler import compat
-from glue_compiler.compat.operator_calls import observed_operators
+from glue_compiler.compat.operator_calls import computes_only, is_higher_order, observed_operators
 from glue_compiler.compat.switches import AUTOCAST_SWITCHES, GRAD_SWITCHES, WITHOUT_EFFECT
 from glue_compiler.fx import bodies
 from glue_compiler.fx.modes import Mode, modes_of
@@ -329,6 +329,8 @@ class EffectAnalysis:
 class _Recorder(TorchDispatchMode):
     """Records which operators run, which storages they write, and which they allocate."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, parts: Recorder) -> None:
         super().__init__()
         self.parts = parts
@@ -339,6 +341,14 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         before = storages_of([*args, kwargs])
+        if is_higher_order(func):
+            # Of a higher-order operator no schema tells what it does.
+            if not computes_only(func):
+                return NotImplemented
+            self.foreign = True
+            result = func(*args, **kwargs)
+            self.made |= storages_of(result) - before
+            return result
         result = func(*args, **kwargs)
         self.parts(func, args, kwargs, result)
         self.made |= storages_of(result) - before

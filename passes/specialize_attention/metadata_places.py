@@ -149,44 +149,46 @@ def _require_condition(condition: Any, sizes: Mapping[Any, Any], reader: IndexRe
 
 
 @dataclass(frozen=True)
-class Taken:
-    """A vector as a part of a tensor: ``tensor[parts]``, swapped if its tokens come before its batch.
+class Run:
+    """Consecutive indices of a dimension, one for each row or token; ``places``: BATCH, or TOKEN for tokens and keys.
 
-    ``parts``: of each dimension an index, or the first and the last index; the last is None where it is the
-    dimension's own, and -1 where it is the number of tokens.
+    Attributes:
+        last: as in a slice; None for all up to the end.
+        has_known_end: that slice has as many elements as there are places. Else one of them may be longer.
     """
 
-    parts: tuple[int | tuple[int, int | None], ...]
-    places: tuple[Any, ...]
-    """What varies along the dimensions that are left: BATCH, and TOKEN for tokens and keys."""
+    places: Any
+    first: int
+    last: int | None
+    has_known_end: bool
 
 
-def taken_of(vector: AppliedUndef, shape: tuple[Any, ...], sizes: Mapping[Any, Any]) -> Taken:
-    """Which part of a leaf of ``shape`` a vector is. ``sizes``: of BATCH and TOKEN.
+def taken_of(vector: AppliedUndef, shape: tuple[Any, ...], sizes: Mapping[Any, Any]) -> tuple[int | Run, ...]:
+    """Which part of a leaf of ``shape`` a vector is: an index or a run of each dimension.
+
+    ``sizes``: of BATCH and TOKEN.
 
     Raises:
-        UnknownMask: it is none that an index and a slice give.
+        UnknownMask: it is no such part.
     """
-    parts: list[int | tuple[int, int | None]] = []
-    places: list[Any] = []
+    parts: list[int | Run] = []
+    seen: set[Any] = set()
     for index, size in zip(vector.args, shape, strict=True):
         if index.is_Integer:
             parts.append(int(index))
             continue
         symbols = index.free_symbols
-        symbol = BATCH if symbols == {BATCH} else TOKEN
+        places = BATCH if symbols == {BATCH} else TOKEN
         first = index - next(iter(symbols))
-        if len(symbols) != 1 or symbols - {BATCH, TOKEN, KEY} or not first.is_Integer or first < 0 or symbol in places:
+        if len(symbols) != 1 or symbols - {BATCH, TOKEN, KEY} or not first.is_Integer or first < 0 or places in seen:
             raise UnknownMask(f"{vector} is no vector over tokens that can be computed")
-        number = sizes[symbol]
-        last: int | None = None
-        if size - first != number:
-            if isinstance(number, int):
-                last = int(first) + number
-            elif first == 0 and symbol is TOKEN:
-                last = -1
-            else:
-                raise UnknownMask(f"{vector} is a part of a vector, of a size that is not known")
-        parts.append((int(first), last))
-        places.append(symbol)
-    return Taken(tuple(parts), tuple(places))
+        seen.add(places)
+        number = sizes[places]
+        if size - first == number:
+            parts.append(Run(places, int(first), None, True))
+        elif isinstance(size, int) and isinstance(number, int):
+            parts.append(Run(places, int(first), int(first) + number, True))
+        else:
+            # Such as a mask beside the tokens, each with a symbol of its own for the number of rows.
+            parts.append(Run(places, int(first), None, False))
+    return tuple(parts)

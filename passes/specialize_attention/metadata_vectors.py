@@ -14,7 +14,7 @@ from torch import fx
 from glue_compiler.fx.index_expressions import IndexReader
 from glue_compiler.fx.values import expression, value_of
 from glue_compiler.passes.specialize_attention.documents import BATCH, KEY, TOKEN
-from glue_compiler.passes.specialize_attention.metadata_places import MetadataPlace, taken_of
+from glue_compiler.passes.specialize_attention.metadata_places import MetadataPlace, Run, taken_of
 from glue_compiler.passes.specialize_attention.node_maker import NodeMaker
 
 _COMPARISONS: dict[Any, Callable[..., Any]] = {
@@ -118,22 +118,26 @@ class MetadataVectors:
     def _leaf(self, vector: Any) -> fx.Node:
         name = vector.func.__name__
         place = self.place.leaves[name]
-        sizes = (self.batch, self.length)
-        known = [expression(value_of(size)) if isinstance(size, fx.Node) else size for size in sizes]
-        taken = taken_of(
-            vector, self.reader.shape(self.reader.leaves[name]), dict(zip((BATCH, TOKEN), known, strict=True))
-        )
-        items = tuple(
-            part if isinstance(part, int) else slice(part[0], self.length if part[1] == -1 else part[1])
-            for part in taken.parts
-        )
+        sizes = {BATCH: self.batch, TOKEN: self.length}
+        known = {
+            places: expression(value_of(size)) if isinstance(size, fx.Node) else size for places, size in sizes.items()
+        }
+        taken = taken_of(vector, self.reader.shape(self.reader.leaves[name]), known)
+        items = tuple(slice(part.first, part.last) if isinstance(part, Run) else part for part in taken)
         node = self.make.brought_to(self.results.get(place.node, place.node), place.scope, self.place.scope)
         if any(item != slice(0, None) for item in items):
             node = self._call(operator.getitem, node, items)
-        if taken.places == (TOKEN, BATCH):
+        runs = [part for part in taken if isinstance(part, Run)]
+        for dim, run in enumerate(runs):
+            if not run.has_known_end:
+                # A slice would be as long as the shorter of two sizes; this has a size that is known, and the
+                # bounds are checked as where the mask was made.
+                wanted = self.make.call(self.graph, torch.arange, sizes[run.places], device=self.device)
+                node = self._call(torch.index_select, node, dim, wanted)
+        if [run.places for run in runs] == [TOKEN, BATCH]:
             node = self.make.method(self.graph, "transpose", node, 0, 1)
-        if len(taken.places) == 1:
-            node = self.make.method(self.graph, "unsqueeze", node, 1 if taken.places == (BATCH,) else 0)
+        if len(runs) == 1:
+            node = self.make.method(self.graph, "unsqueeze", node, 1 if runs[0].places == BATCH else 0)
         return node
 
     def _call(self, target: Callable[..., Any], *args: Any) -> fx.Node:

@@ -2,6 +2,7 @@
 
 import torch
 
+import glue_compiler.ops  # noqa: F401  registers torch.ops.glue
 from glue_compiler.fx.effects import EffectAnalysis, Kind
 from glue_compiler.fx.values import storages_of, value_of
 from tests.captured import compile_with_glue
@@ -187,3 +188,20 @@ def test_a_context_is_neither_entered_nor_left():
     assert [e.kind for n, e in effects.items() if "inference" in n.name] == [Kind.BARRIER] * 2
     assert not torch.is_inference_mode_enabled()
     torch.nonzero(torch.ones(3))
+
+
+def test_attention_over_block_lists_computes_and_a_higher_order_operator_that_is_not_known_may_do_anything(monkeypatch):
+    def fn(query, starts):
+        glue = torch.ops.glue
+        offsets = glue.document_offsets(starts)
+        blocks = glue.document_blocks(offsets, 1, 12, True)
+        return glue.packed_attention(query, query, query, offsets, 12, True, -1, None, blocks)
+
+    def kind():
+        effects = effects_of(fn, torch.ones(1, 2, 12, 16), torch.ones(1, 12, dtype=torch.bool))
+        return next(e.kind for node, e in effects.items() if "packed_attention" in str(node.target))
+
+    assert kind() is Kind.OPAQUE
+    torch._dynamo.reset()
+    monkeypatch.setattr("glue_compiler.fx.effects.computes_only", lambda operator: False)
+    assert kind() is Kind.BARRIER

@@ -403,6 +403,26 @@ def test_dynamic_lengths(documents):
     assert counts(run) == {"packed" if documents else "causal": 1}
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_dynamic_rows_of_padding_beside_dynamic_rows_of_tokens(first):
+    """Each tensor has a symbol of its own for the number of rows; as in eager the padding may have more of them."""
+
+    def fn(query, key, value, padding):
+        row, token = torch.arange(query.shape[0])[:, None], torch.arange(query.shape[2])
+        seen = padding[:, first:][row, token]
+        mask = (token[:, None] >= token) & seen[:, None, None].bool()
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+
+    run = specialized(fn, dynamic=True)
+    # Sizes that are equal in the first batch are one symbol.
+    for rows, length, more in ((3, 12, 1), (5, 17, 0), (4, 5, 2)):
+        assert_close(fn, run, inputs(rows, length=length), torch.rand(rows + more, length + first) < 0.7)
+    assert len(run.graphs) == 1
+    assert counts(run) == {"packed": 1}
+    with pytest.raises(IndexError, match="out of range"):
+        run.call(*inputs(4), torch.ones(3, 12 + first, dtype=torch.bool))
+
+
 def test_more_keys_than_queries_keep_the_mask():
     def fn(query, key, value):
         mask = torch.arange(4)[:, None] >= torch.arange(T)
