@@ -18,6 +18,7 @@ from glue_compiler.capture.expert_loops import SpeculativeRegions
 from glue_compiler.capture.guarded_branches import GuardedBranches
 from glue_compiler.capture.inference_mode import InferenceMode
 from glue_compiler.capture.size_assumptions import SizeAssumptions
+from glue_compiler.capture.traced_writes import TracedWrites
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +44,9 @@ def convert_frame(convert: Callable[[], Any], record: Callable[[CaptureEvent], N
     if compat.dynamo_flags(tuple(FLAGS)) == FLAGS:
         return _convert(convert, record)
     try:
-        assumptions = SizeAssumptions()
-        with compat.patch_dynamo(FLAGS), compat.traced(GuardedBranches()), compat.traced(assumptions):
+        writes = TracedWrites()
+        branches, assumptions = GuardedBranches(writes), SizeAssumptions(writes)
+        with compat.patch_dynamo(FLAGS), compat.traced(writes), compat.traced(branches), compat.traced(assumptions):
             result = convert()
         if assumptions.unguarded is None:
             return result

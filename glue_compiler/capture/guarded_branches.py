@@ -27,21 +27,18 @@ LIMITS = Limits(operators=32, data_dependent=False)
 
 @dataclass
 class GuardedBranches(compat.TracingObserver):
-    """The decisions for one graph that is being traced."""
+    """The decisions for one graph that is being traced. ``writes``: of the frame, told before this."""
 
+    writes: TracedWrites
     _output: Any = None
     _decided: dict[Any, bool] = field(default_factory=dict)
-    _writes: TracedWrites = field(default_factory=TracedWrites)
-
-    def made(self, node: fx.Node, misuses_index: bool) -> None:
-        self._writes.made(node)
 
     def decide(self, frame: Any, at: int | None, node: fx.Node, expression: Any) -> bool | None:
         if not branch_guards.BRANCHES.is_available() or (at is not None and compat.is_assertion(frame, at)):
             return None
         if frame.output is not self._output:  # Dynamo starts again after a failed speculation
             self._output, self._decided = frame.output, {}
-        found = input_function(frame, [node], LIMITS, self._writes) if _is_one_boolean(node) else None
+        found = input_function(frame, [node], LIMITS, self.writes) if _is_one_boolean(node) else None
         if found is None:
             return None
         condition, example = found

@@ -28,18 +28,20 @@ LIMITS = Limits(operators=128, data_dependent=True)
 
 @dataclass
 class SizeAssumptions(compat.TracingObserver):
-    """The assumptions of one frame that is being traced. ``unguarded``: one that no guard can see to, in words."""
+    """The assumptions of one frame that is being traced.
 
+    ``writes``: of the frame, told before this. ``unguarded``: an assumption that no guard can see to, in words.
+    """
+
+    writes: TracedWrites
     unguarded: str | None = None
     _output: Any = None
     _seen: list[Any] = field(default_factory=list)
     _nodes: list[fx.Node] = field(default_factory=list)
     """Made since the assertions were looked at."""
-    _writes: TracedWrites = field(default_factory=TracedWrites)
 
     def made(self, node: fx.Node, misuses_index: bool) -> None:
         self._nodes.append(node)
-        self._writes.made(node)
 
     def is_watching(self, frame: Any, at: int) -> bool:
         if frame.output is not self._output:  # Dynamo starts again after a failed speculation
@@ -50,7 +52,7 @@ class SizeAssumptions(compat.TracingObserver):
                 if not size_assertions.compares_with_a_known_size(assertion):
                     continue
                 raises = size_assertions.eager_raises(frame, self._nodes, assertion)
-                if not raises and not _guard(frame, assertion, self._writes):
+                if not raises and not _guard(frame, assertion, self.writes):
                     self.unguarded = f"eager does not ask for {assertion} at '{self._nodes[-1].name}'"
             self._seen = [token for token, _ in made]
         self._nodes.clear()

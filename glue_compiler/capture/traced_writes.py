@@ -10,13 +10,13 @@ from collections.abc import Iterable
 
 from torch import fx
 
-from glue_compiler.compat import fake_mode_of
+from glue_compiler import compat
 from glue_compiler.fx.bodies import is_higher_order
-from glue_compiler.fx.effects import EffectAnalysis, Kind
+from glue_compiler.fx.effects import EffectAnalysis, Kind, is_known_function
 from glue_compiler.fx.values import StorageKey, tensors_in, value_of
 
 
-class TracedWrites:
+class TracedWrites(compat.TracingObserver):
     """Of one frame, bodies included. Nodes are noted when Dynamo makes them, and looked at when somebody asks."""
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class TracedWrites:
         self._effects: dict[int, EffectAnalysis] = {}
         """For each fake mode: Dynamo makes another one when it starts again after a failed speculation."""
 
-    def made(self, node: fx.Node) -> None:
+    def made(self, node: fx.Node, misuses_index: bool) -> None:
         if node.op.startswith("call_"):
             self._waiting.append(node)
 
@@ -37,12 +37,13 @@ class TracedWrites:
         return self._anything or not self._written.isdisjoint(storages)
 
     def _look_at(self, node: fx.Node) -> None:
-        # The nodes of a body were noted by themselves.
-        if is_higher_order(node) and any(arg.op == "get_attr" for arg in node.all_input_nodes):
+        tensors = tensors_in([value_of(each) for each in (node, *node.all_input_nodes)])
+        if is_higher_order(node):
+            if any(arg.op == "get_attr" for arg in node.all_input_nodes):
+                return  # the nodes of its body were noted by themselves
+        elif not tensors and is_known_function(node):  # it switches a mode, or computes with numbers
             return
-        mode = fake_mode_of(tensors_in([value_of(arg) for arg in node.all_input_nodes]))
-        if mode is None:  # a call without tensors
-            return
+        mode = compat.fake_mode_of(tensors)
         found = self._effects.setdefault(id(mode), EffectAnalysis(mode)).of(None, node)
         self._written |= found.writes
         self._anything |= found.kind is Kind.BARRIER

@@ -279,8 +279,7 @@ class EffectAnalysis:
         # A function of torch's that gives nothing switches something.
         if not has_value(node) or "_functorch" in module:
             return False
-        # torch.add and its like are builtins without a module.
-        return node.op == "call_method" or not module or module in _SCALAR_MODULES or f"{module}.".startswith("torch.")
+        return node.op == "call_method" or is_known_function(node)
 
     def _run(self, node: fx.Node, mode: Mode, tensors: list[torch.Tensor]) -> _Outcome:
         # Detached aliases: in-place changes of shape must not reach the recorded fake tensors.
@@ -324,6 +323,14 @@ class EffectAnalysis:
             parts.record(result),
             recorder.changes_views,
         )
+
+
+def is_known_function(node: fx.Node) -> bool:
+    """Does the node call a function of torch's or Python's own? One of a user's might do anything."""
+    module = getattr(node.target, "__module__", None) or ""
+    # torch.add and its like are builtins without a module.
+    own = not module or module in _SCALAR_MODULES or f"{module}.".startswith("torch.")
+    return node.op == "call_function" and own
 
 
 class _Recorder(TorchDispatchMode):

@@ -251,6 +251,48 @@ def test_a_branch_after_a_write_to_other_memory_is_guarded():
         assert torch.equal(compiled(x, torch.tensor(numbers)), fn(x, torch.tensor(numbers)))
 
 
+HELD = torch.zeros(2, dtype=torch.long)
+
+
+@torch.library.custom_op("glue_tests::write_what_it_holds", mutates_args=())
+def write_now() -> torch.Tensor:
+    HELD.add_(4)
+    return torch.ones(())
+
+
+@write_now.register_fake
+def _() -> torch.Tensor:
+    return torch.ones(())
+
+
+@torch.compiler.allow_in_graph
+def write_what_it_holds():
+    return write_now()
+
+
+def switch_modes():
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+        return torch.ones(())
+
+
+@pytest.mark.parametrize("call", [write_what_it_holds, switch_modes])
+def test_a_branch_after_a_call_without_tensors(call):
+    """A function that glue cannot see into may write an input that it is not given; a switch of torch's does not."""
+
+    def fn(x, p):
+        scale = call()
+        return x * 2 * scale if p.max() > 4 else x * 3 * scale
+
+    run = compile_with_glue(fn, fullgraph=False)
+    x = torch.ones(2)
+    for numbers in ([0, 1], [1, 0], [0, -9]):
+        HELD.copy_(torch.tensor(numbers))
+        expected = fn(x, HELD)
+        HELD.copy_(torch.tensor(numbers))
+        assert torch.equal(run.call(x, HELD), expected)
+    assert len(run.graphs) == (1 if call is switch_modes else 3)
+
+
 def test_conditions_on_two_sizes_of_an_input_are_two():
     def fn(x, p):
         if p.sum() > p.shape[0]:

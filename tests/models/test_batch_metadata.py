@@ -124,7 +124,9 @@ def text_model(config_class, model_class, attention, layers=4, **more):
     return model
 
 
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
+@pytest.mark.parametrize(
+    "checkpointing", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "checkpointing"]
+)
 def test_padding_under_flash_attention_is_counted_once(flash_attention, checkpointing):
     model = text_model(transformers.LlamaConfig, transformers.LlamaModel, "flash_attention_2", layers=2)
     if checkpointing:
@@ -148,7 +150,7 @@ def test_padding_under_flash_attention_is_counted_once(flash_attention, checkpoi
     assert per_layer - once == calls - 1, "one call reads the longest length, the others find it"
 
 
-@pytest.mark.parametrize("whole", [False, True], ids=["layers", "whole"])
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["layers", "whole"])
 def test_masks_of_two_kinds(whole):
     """gemma3's layers take one of two masks, which the model makes once; each layer here makes its own."""
     model = text_model(

@@ -99,6 +99,7 @@ def test_several_rows_ask_nothing(model):
     assert len(run.graphs) == 1
 
 
+@pytest.mark.slow
 def test_with_checkpointing(model):
     model.train().gradient_checkpointing_enable()
     run = compile_with_glue(model)

@@ -78,7 +78,7 @@ def step(model, call, inputs):
 @pytest.mark.parametrize(
     ("build", "at_least", "compiler"),
     [
-        (gemma3, 25, "aot_eager"),
+        pytest.param(gemma3, 25, "aot_eager", marks=pytest.mark.slow),
         pytest.param(gpt_oss, 15, "aot_eager", marks=pytest.mark.slow),
         pytest.param(mamba2, 10, "aot_eager", marks=pytest.mark.slow),
         (modernbert, 6, "aot_eager"),

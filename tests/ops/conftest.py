@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from glue_compiler.ops.batch_memo import PrologueResults, memoized
+
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
@@ -105,3 +107,26 @@ def close() -> object:
         assert error <= TOLERANCE[value.dtype], f"relative error {error:.2e} for {value.dtype}"
 
     return check
+
+
+class Memoized:
+    """A memoized function of one integer tensor: its values doubled, their sum, and how often that was computed."""
+
+    def __init__(self):
+        self.memo, self.computed = PrologueResults(), 0
+        self.call = memoized(lambda positions, doubled, total: (doubled, total), self.prologue, (0,), self.memo)
+
+    def prologue(self, positions):
+        self.computed += 1
+        return positions * 2, int(positions.sum())
+
+    def __call__(self, positions):
+        doubled, total = self.call(positions)
+        assert torch.equal(doubled, positions * 2)
+        assert total == int(positions.sum())
+        return doubled
+
+
+@pytest.fixture
+def memoized_double():
+    return Memoized()

@@ -21,7 +21,7 @@ from glue_compiler.testing.fuzz.programs import Statement
 def draw_experts(draw: Draw) -> Drawn:
     loop = Loop(
         draw,
-        experts=draw.mostly(3, 1, 2, 4),
+        experts=draw.mostly(2, 1, 3) if draw.one_graph else draw.mostly(3, 1, 2, 4),  # each is looked at again
         top_k=draw.pick(1, 2, 2),
         width=draw.pick(2, 4),
         inner=draw.pick(1, 3),

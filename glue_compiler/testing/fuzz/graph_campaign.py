@@ -71,29 +71,31 @@ def run_graphs(settings: Settings, reporter: Reporter) -> Tally:
         for mutant in range(MUTANTS):
             if settings.is_over(start, tally.ran) or (mutant == FEW and tally.rewritten == rewritten):
                 break
-            own = Random(f"{settings.seed}/graphs/{number}/{mutant}")
-            origin = f"seed {settings.seed}, graph {number}/{mutant}"
-            _one(template, own, str(name), tally, settings, reporter, origin)
+            _one(template, f"{number}/{mutant}", str(name), tally, settings, reporter)
         number += 1
     tally.seconds = time.monotonic() - start
     return tally
 
 
-def _one(
-    template: Template, random: Random, name: str, tally: Tally, settings: Settings, reporter: Reporter, origin: str
-) -> None:
+def _mutant(template: Template, random: Random) -> fx.GraphModule:
     gm = copy_graph_module(template.graph)
+    for _ in range(random.choice((0, 1, 1, 1, 2, 3))):
+        mutate(gm, random)
+    return gm
+
+
+def _one(template: Template, graph: str, name: str, tally: Tally, settings: Settings, reporter: Reporter) -> None:
+    seed = f"{settings.seed}/graphs/{graph}"
     try:
-        for _ in range(random.choice((0, 1, 1, 1, 2, 3))):
-            mutate(gm, random)
-        changed = copy_graph_module(gm)
-        found = checked(template, gm, name)
+        found = checked(template, _mutant(template, Random(seed)), name)
     except (CannotRecord, NotAProgram):
         tally.refused += 1
         return
     tally.count({name: found.rewrites} if found.rewrites else {}, {name} if found.looked_at else set())
     if found.wrong and reporter.is_new(f"{name} {kind_of(found.wrong)}"):
-        reporter.add(_failure(template, changed, name, found.wrong, settings, origin), tally)
+        origin = f"seed {settings.seed}, graph {graph}"
+        again = _mutant(template, Random(seed))
+        reporter.add(_failure(template, again, name, found.wrong, settings, origin), tally)
     elif found.wrong:
         tally.repeats += 1
 
@@ -108,7 +110,7 @@ def checked(template: Template, gm: fx.GraphModule, name: str) -> Checked:
     expected = harness.observe(before)  # before fake tensors see it: setitem of a fake tensor of no dimension crashes
     if errors := [value for label, value in expected.items() if label.endswith(": error")]:
         raise NotAProgram(errors[0])
-    record_values(gm, template.inputs(1))
+    record_values(gm, template.inputs(1), template.is_symbolic)
     try:
         report = _run_pass(gm, name)
     except Exception as error:
@@ -116,7 +118,7 @@ def checked(template: Template, gm: fx.GraphModule, name: str) -> Checked:
     if not report.changed:
         return Checked([], 0, bool(report.skips))
     after = gm if report.prologue is None else join_prologues(gm, [report.prologue])
-    actual = harness.observe(_module(template, copy_graph_module(after)))
+    actual = harness.observe(_module(template, after))
     return Checked(harness.differences(before, expected, actual), max(1, len(report.rewrites)), True)
 
 

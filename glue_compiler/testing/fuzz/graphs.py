@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv, compute_unbacked_bindings
 
+from glue_compiler.capture import FLAGS
+from glue_compiler.compat import fake_runs, patch_dynamo
 from glue_compiler.compat.switches import ENTER_AUTOCAST, EXIT_AUTOCAST, modes_restored
 from glue_compiler.fx.copying import copy_graph_module
+from glue_compiler.fx.values import unbacked_in, value_of
 from glue_compiler.testing.fuzz.check import NotAProgram, clean_dynamo, module_of
 from glue_compiler.testing.fuzz.kinds import draw_program
 from glue_compiler.testing.fuzz.programs import Program
@@ -27,12 +28,14 @@ class Template:
 
     Attributes:
         order: for each placeholder the position among the program's inputs.
+        is_symbolic: most of its values have sizes that depend on data.
         make: seed → the program's inputs.
     """
 
     kind: str
     graph: fx.GraphModule
     order: tuple[int, ...]
+    is_symbolic: bool
     make: Callable[[int], Sequence[Any]]
     program: Program
 
@@ -60,9 +63,8 @@ def draw_template(random: Random, kind: str, device: str) -> Template:
 
         return call
 
-    flags = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
     inputs = module["make"](1)
-    with clean_dynamo(), torch._dynamo.config.patch(flags):
+    with clean_dynamo(), patch_dynamo(FLAGS):
         try:
             torch.compile(module["f"], backend=keep, dynamic=False)(*inputs)
         except Exception as error:
@@ -72,33 +74,37 @@ def draw_template(random: Random, kind: str, device: str) -> Template:
     order = [next((i for i, given in enumerate(inputs) if given is arg), None) for arg in calls[0]]
     if None in order:
         raise NotAProgram("a graph input that is no input of the program")
-    return Template(kind, graphs[0], tuple(order), module["make"], program)  # type: ignore[arg-type]
+    values = [value_of(node) for node in graphs[0].graph.nodes]
+    is_symbolic = sum(bool(unbacked_in(value)) for value in values) > len(values) / 2
+    return Template(kind, graphs[0], tuple(order), is_symbolic, module["make"], program)  # type: ignore[arg-type]
 
 
 class CannotRecord(Exception):
     """The graph cannot be run on fake tensors; a program of this form would not be captured."""
 
 
-def record_values(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
+def record_values(gm: fx.GraphModule, inputs: Sequence[Any], is_symbolic: bool = False) -> None:
     """Record on each node what it is for ``inputs``, as Dynamo does while it captures.
+
+    ``is_symbolic``: see :class:`Template`.
 
     Raises:
         CannotRecord: says why.
     """
-    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    mode = fake_runs.new_fake_mode(remembers_calls=not is_symbolic)
     with modes_restored():
         try:
-            fakes = [mode.from_tensor(value, static_shapes=True) for value in inputs]
+            fakes = [fake_runs.as_fake(mode, value) for value in inputs]
             with mode, torch.enable_grad():
-                _Recorder(gm, mode.shape_env).run(*fakes)
+                _Recorder(gm, mode).run(*fakes)
         except Exception as error:
             raise CannotRecord(f"{type(error).__name__}: {error}") from error
 
 
 class _Recorder(fx.Interpreter):
-    def __init__(self, gm: fx.GraphModule, shape_env: ShapeEnv | None) -> None:
+    def __init__(self, gm: fx.GraphModule, mode: Any) -> None:
         super().__init__(gm, garbage_collect_values=False)
-        self.shape_env = shape_env
+        self.mode = mode
 
     def run_node(self, node: fx.Node) -> Any:
         node.meta.pop("unbacked_bindings", None)
@@ -109,13 +115,13 @@ class _Recorder(fx.Interpreter):
         if isinstance(value, fx.GraphModule) or node.target in (ENTER_AUTOCAST, EXIT_AUTOCAST):
             return value
         node.meta["example_value"] = value
-        if bindings := compute_unbacked_bindings(self.shape_env, value):
+        if bindings := fake_runs.unbacked_bindings(self.mode, value):
             node.meta["unbacked_bindings"] = bindings
         return value
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is CHECKPOINT:
-            return _Recorder(args[0], self.shape_env).run(*args[1:])
+            return _Recorder(args[0], self.mode).run(*args[1:])
         return super().call_function(target, args, kwargs)
 
 

@@ -20,7 +20,10 @@ _SKIPPED = ("_assert", "_check", "sym_constrain", "sym_size", "_set_grad", "_ent
 
 
 def mutate(gm: fx.GraphModule, random: Random) -> str | None:
-    """One change of ``gm`` or of one of its bodies, in place: its name, or None if nothing was found to change."""
+    """One change of the graph of ``gm`` or of one of its bodies, in place: its name, or None if nothing was found.
+
+    Their code stays as it was.
+    """
     graphs = [gm.graph]
     for node in gm.graph.find_nodes(op="get_attr"):
         body = getattr(gm, str(node.target), None)
@@ -28,12 +31,7 @@ def mutate(gm: fx.GraphModule, random: Random) -> str | None:
             graphs += [body.graph] * 2
     graph = random.choice(graphs)
     chosen = random.choices(MUTATIONS, WEIGHTS)[0]
-    if not chosen(graph, random):
-        return None
-    for module in [gm, *(getattr(gm, str(n.target)) for n in gm.graph.find_nodes(op="get_attr"))]:
-        if isinstance(module, fx.GraphModule):
-            module.recompile()
-    return chosen.__name__
+    return chosen.__name__ if chosen(graph, random) else None
 
 
 def _value(node: fx.Node) -> Any:
