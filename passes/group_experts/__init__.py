@@ -17,10 +17,6 @@ from glue_compiler.fx.values import unbacked_in, value_of
 from glue_compiler.graph_pass import GraphPass, Numerics, PassContext, PassResult, Skip
 from glue_compiler.passes.group_experts.decisions import Decisions
 from glue_compiler.passes.group_experts.fallback_products import fallback_products, replace_fallback
-from glue_compiler.passes.group_experts.left_alone import LeftAlone
-from glue_compiler.passes.group_experts.planner import skip_at
-from glue_compiler.passes.group_experts.slice_rewrite import draft_slices
-from glue_compiler.passes.group_experts.slices import plan_slices
 
 
 class GroupExperts(GraphPass):
@@ -61,21 +57,9 @@ class GroupExperts(GraphPass):
         operators = _operators_of(graph, modules, context.effects)
         decided = [Decisions(module, operators[module], context.fuel) for module in modules]
         # 2.11 cannot compile the backward of a checkpointed body in which numbers are read.
-        several = decided if compat.version_at_least(2, 12) else decided[:1]
-        slices = [(each, rows) for each in several for rows in plan_slices(each.gm, each.operators, each.absorbed)]
-        changed = [each.put_loops_in(counts) for each in decided]
-        for each, rows in slices:
-            try:
-                draft = draft_slices(each.gm, rows, context.effects)
-            except LeftAlone as left:
-                each.skips[skip_at(left, rows.first)] = None
-                continue
-            if context.fuel.take(f"slice the rows of {rows.num_experts} experts"):
-                draft.put_in()
-                counts["loops_sliced"] += 1
-            else:
-                draft.erase()
-        changed += [each.put_segments_in(counts) for each in decided]
+        for each in decided if compat.version_at_least(2, 12) else decided[:1]:
+            each.add_row_indices()
+        changed = [each.put_in(counts) for each in decided]
         skips.update(skip for each in decided for skip in each.skips.items())
         return any(changed), [region for each in decided for region in each.proved]
 
