@@ -53,7 +53,7 @@ def _is_of_indices(rows: RowSet, operators: Operators) -> bool:
     if rows.mask.axes not in _AXES or rows.mask.any_slot or operators.meta(rows.mask.selected).dtype not in IDS:
         return False
     if isinstance(value, torch.Tensor):
-        return value.dim() == 2
+        return value.dim() == 2 and value.dtype is not torch.bool  # a boolean index is no vector of indices
     items = [user.args[1] if user.target is operator.getitem else None for user in rows.root.users]
     return isinstance(value, tuple | list) and all(type(item) is int for item in items)
 
