@@ -18,7 +18,11 @@ from glue_compiler.passes.group_experts.write import Draft, LoopWriter, erase_de
 
 
 class Decisions:
-    """Of one graph; bodies of its higher-order operators are graphs of their own. Puts nothing in until it is told."""
+    """Of one graph; bodies of its higher-order operators are graphs of their own. Puts nothing in until it is told.
+
+    Attributes:
+        proved: regions that do nothing for an expert without rows, if what is put in stays.
+    """
 
     def __init__(self, gm: fx.GraphModule, operators: Operators, fuel: Fuel) -> None:
         self.gm = gm
@@ -32,7 +36,6 @@ class Decisions:
         loops = [draft.loop for draft in self.drafts]
         written = {node for draft in self.drafts for node in draft.nodes}
         self.proved, unproved = proved_regions(self.graph, [*loops, *plan.alone], written)
-        """Regions that do nothing for an expert without rows, if what is put in stays."""
         self.skips.update(dict.fromkeys(unproved))
 
     def add_row_indices(self) -> None:

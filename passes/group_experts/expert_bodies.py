@@ -16,7 +16,7 @@ from glue_compiler.passes.group_experts.copies import SAME_ELEMENTS
 from glue_compiler.passes.group_experts.gathers import EXPERT_COLUMN, KEPT, Gathered, gathered, weights_behind_sum
 from glue_compiler.passes.group_experts.pieces import ExpertPieces
 from glue_compiler.passes.group_experts.plan import LeftAlone
-from glue_compiler.passes.group_experts.row_sets import SLOT, TOKEN, RowSet, as_many_rows
+from glue_compiler.passes.group_experts.row_sets import SLOT, TOKEN, RowSet, as_many_rows, is_known
 from glue_compiler.passes.group_experts.row_wise import Rows, mixes_rows, out_of_place
 from glue_compiler.passes.group_experts.steps import (
     AllRows,
@@ -176,7 +176,7 @@ class BodyMatcher:
             return Gather(first, self._tail(first), source)
         if dims == (TOKEN,):
             return SlotWeight(first, self._tail(first), source, by_expert=False)
-        if dims == (TOKEN, SLOT) and _is_known(value.shape[1], top_k):
+        if dims == (TOKEN, SLOT) and is_known(value.shape[1], top_k):
             return SlotWeight(first, self._tail(first), source, by_expert=False)
         has_column = dims == (TOKEN, EXPERT_COLUMN) and isinstance(value.shape[1], int)
         if has_column and value.shape[1] > self.rows[-1].expert:
@@ -438,7 +438,3 @@ def _dependents(rows: Sequence[ExpertRows], ends: Collection[fx.Node]) -> dict[f
 
 def _call(node: fx.Node) -> str:
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
-
-
-def _is_known(size: Any, wanted: int) -> bool:
-    return type(size) is int and size == wanted

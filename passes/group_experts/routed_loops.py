@@ -234,7 +234,7 @@ class _Reader:
             return True
         effects = self.graph.effects[node]
         if effects.kind is Kind.ASSERT:
-            if not is_trivial_check(node, row_sets, self.operators):
+            if not _is_trivial_check(node, row_sets, self.operators):
                 return False
         elif effects.kind is not Kind.PURE or effects.writes:
             return False
@@ -271,7 +271,7 @@ class _Reader:
         return made_for_it or not sinks[0].adds
 
 
-def is_trivial_check(node: fx.Node, row_sets: list[RowSet], operators: Operators) -> bool:
+def _is_trivial_check(node: fx.Node, row_sets: list[RowSet], operators: Operators) -> bool:
     """An assertion that a row count lies between zero and the number of slots, which it does by its nature."""
     check: Any = node.args[0] if node.args else None
     if not isinstance(check, fx.Node) or len(check.args) != 2:

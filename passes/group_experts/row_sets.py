@@ -254,7 +254,7 @@ def are_distinct(operators: Operators, selected: Value) -> bool:
     It does if there is one slot, or if the rows are those of the indices of ``topk`` along its last dimension.
     """
     shape = operators.meta(selected).shape
-    if len(shape) == 1 or _is_known(shape[-1], 1):
+    if len(shape) == 1 or is_known(shape[-1], 1):
         return True
     value: Any = selected
     while isinstance(value, Value) and _has_rows_of(operators, value, shape):
@@ -275,10 +275,11 @@ def _has_rows_of(operators: Operators, value: Value, shape: tuple[Any, ...]) -> 
     meta = operators.meta(value)
     if meta.dtype not in IDS or not meta.shape:
         return False
-    return isinstance(shape[-1], int) and _is_known(meta.shape[-1], shape[-1])
+    return isinstance(shape[-1], int) and is_known(meta.shape[-1], shape[-1])
 
 
-def _is_known(size: Any, wanted: int) -> bool:
+def is_known(size: Any, wanted: int) -> bool:
+    """Is a size that number, for every batch?"""
     return type(size) is int and size == wanted
 
 

@@ -157,27 +157,26 @@ class _Reader:
 
         ``order`` is an ``argsort``, so it holds the index of the last row.
         """
+        operators = self.operators
         for user in whole.users:
-            calls = self.operators.calls(user) if user.op.startswith("call_") else None
+            calls = operators.calls(user) if user.op.startswith("call_") else None
             match calls[-1] if calls else None:
                 case Call(
                     aten.index_put_,
                     {"self": Value() as into, "indices": (Value() as order,), "values": value, "accumulate": False},
-                ) if value == self.operators.value(whole):
+                ) if value == operators.value(whole):
                     pass
                 case _:
                     continue
-            same = self._fill(into) and self.operators.meta(into).shape[0] == expression(value_of(whole).shape[0])
-            call, index = self.operators.does(order), self.operators.meta(order)
+            is_new = fill_of(operators, into) is not None
+            same = is_new and operators.meta(into).shape[0] == expression(value_of(whole).shape[0])
+            call, index = operators.does(order), operators.meta(order)
             sorts = call is not None and (
                 call.operator is aten.argsort or (call.operator is aten.sort and order.leaf == 1)
             )
             if same and sorts and index.rank == 1 and bool(self._size(index.shape[0]) == all_rows):
                 return True
         return False
-
-    def _fill(self, value: Value) -> Fill | None:
-        return fill_of(self.operators, value)
 
     @staticmethod
     def _counts(rows: list[ExpertPieces]) -> Value:
@@ -218,7 +217,7 @@ class _Reader:
                 "the row counts are not known to be counts of the rows; counts that the same graph makes with one_hot "
                 "and sum, or pieces made by split, would show that they are"
             )
-        if not end.writes or self._fill(self.operators.value(end.whole)) is not Fill.ZEROS:
+        if not end.writes or fill_of(self.operators, self.operators.value(end.whole)) is not Fill.ZEROS:
             raise LeftAlone(
                 "the pieces may end before the rows do, and the result has no zeros there; counts of topk's indices "
                 "would show that they do not"
@@ -239,7 +238,7 @@ class _Reader:
             raise LeftAlone("an expert's result is not floating point", result)
         if not end.writes:
             return
-        if self._fill(self.operators.value(whole)) not in (Fill.ZEROS, Fill.EMPTY):
+        if fill_of(self.operators, self.operators.value(whole)) not in (Fill.ZEROS, Fill.EMPTY):
             raise LeftAlone("the results are written to a tensor that is not fresh, of zeros or empty", end.place)
         if not into.is_floating_point() or into.device != given.device:
             raise LeftAlone("the results are written to a tensor of integers, or on another device", end.place)
