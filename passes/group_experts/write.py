@@ -107,16 +107,16 @@ class LoopWriter:
         # The sum over slots is taken in fp32 and rounded once, which the loop did after each expert.
         arguments = (computed, order, inverse, offsets, rows.top_k, scale, value_of(end.accumulator).dtype)
         combined = emit.call(_glue.expert_combine.default, *arguments)
-        stands_for_all = end.starts_at_zero and _is_alike(
+        replaces = end.starts_at_zero and _is_alike(
             value_of(combined), value_of(end.accumulator if end.in_place else end.place)
         )
-        if not stands_for_all and not end.adds:
+        if not replaces and not end.adds:
             raise LeftAlone("the tensor that is assigned to has another layout than what would replace it")
-        return lambda: self._put_back(emit, end, combined, stands_for_all)
+        return lambda: self._put_back(emit, end, combined, replaces)
 
-    def _put_back(self, emit: Emitter, end: Combination, combined: fx.Node, stands_for_all: bool) -> None:
+    def _put_back(self, emit: Emitter, end: Combination, combined: fx.Node, replaces: bool) -> None:
         accumulator, result = end.accumulator, combined
-        if not stands_for_all:
+        if not replaces:
             with self.graph.inserting_before(end.place):
                 result = self.graph.call_method("add_" if end.in_place else "add", (accumulator, combined))
             result.meta.update(emit.meta, example_value=value_of(accumulator if end.in_place else end.place))
@@ -124,7 +124,7 @@ class LoopWriter:
             is_result = not end.in_place or sink.node is end.place
             sink.node.replace_all_uses_with(result if is_result else accumulator)
             self.graph.erase_node(sink.node)
-        if stands_for_all and end.in_place:
+        if replaces and end.in_place:
             accumulator.replace_all_uses_with(result)
             self.graph.erase_node(accumulator)
 
