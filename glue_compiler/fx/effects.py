@@ -425,6 +425,8 @@ def _call_key(
     """
     storages: dict[StorageKey, int] = {}
     names: dict[Any, Any] = {}
+    # A record counts a call's operands, so one that is passed twice is not two that look alike.
+    operands = {operand: i for i, operand in enumerate(node.all_input_nodes)}
 
     def number(value: Any) -> Any:
         found = expression(value)
@@ -437,7 +439,7 @@ def _call_key(
 
     def describe(value: Any) -> Any:
         if isinstance(value, fx.Node):
-            return describe(value_of(value))
+            return (operands[value], describe(value_of(value)))
         if isinstance(value, torch.Tensor):
             if not is_plain(value):
                 return ("tensor", id(value))

@@ -1,4 +1,8 @@
-"""group_experts: a loop over experts becomes one sort and grouped products."""
+"""group_experts: a loop over experts becomes one sort and grouped products.
+
+``read.py`` finds loops and proves what ``plan.py`` says of them, ``write.py`` writes them, and ``decisions.py`` has the
+order of it all. ``speculation.py`` proves code that capture traced although eager code skips it.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +12,14 @@ from typing import ClassVar
 from torch import fx
 
 from glue_compiler import compat
-from glue_compiler.capture.regions import SpeculativeRegion
 from glue_compiler.fx import bodies
 from glue_compiler.fx.effects import EffectAnalysis
 from glue_compiler.fx.operators import Operators
 from glue_compiler.fx.value_numbering import number_values
 from glue_compiler.fx.values import unbacked_in, value_of
-from glue_compiler.graph_pass import GraphPass, Numerics, PassContext, PassResult, Skip
+from glue_compiler.graph_pass import GraphPass, Numerics, PassContext, PassResult
 from glue_compiler.passes.group_experts.decisions import Decisions
 from glue_compiler.passes.group_experts.fallback_products import fallback_products, replace_fallback
-from glue_compiler.passes.group_experts.left_alone import LeftAlone
-from glue_compiler.passes.group_experts.planner import skip_at
-from glue_compiler.passes.group_experts.slice_rewrite import draft_slices
-from glue_compiler.passes.group_experts.slices import plan_slices
 
 
 class GroupExperts(GraphPass):
@@ -35,49 +34,29 @@ class GroupExperts(GraphPass):
     proves_loops: ClassVar[bool] = True
 
     def run(self, graph: fx.GraphModule, context: PassContext) -> PassResult:
-        counts: Counter[str] = Counter()
-        skips: dict[Skip, None] = {}
         modules = list(bodies.graph_modules(graph))
-        changed, proved = False, list[SpeculativeRegion]()
-        if any(_has_rows_of_unknown_number(module) for module in modules):
-            changed, proved = self._group(graph, modules, context, counts, skips)
+        has_loops = any(_has_rows_of_unknown_number(module) for module in modules)
+        decided = _decided(graph, modules, context) if has_loops else []
+        counts: Counter[str] = Counter()
+        changed = [each.put_in(counts) for each in decided]
         for module in modules:
             for node in fallback_products(module):
                 if context.fuel.take(f"replace {node.name}"):
                     replace_fallback(module, node, context.effects)
                     counts["fallbacks_replaced"] += 1
         counts = +counts  # without zeros
-        return PassResult(changed or bool(counts), dict(counts), tuple(skips), proved=tuple(proved))
+        skips = dict.fromkeys(skip for each in decided for skip in each.skips)
+        proved = tuple(region for each in decided for region in each.proved)
+        return PassResult(any(changed) or bool(counts), dict(counts), tuple(skips), proved=proved)
 
-    def _group(
-        self,
-        graph: fx.GraphModule,
-        modules: list[fx.GraphModule],
-        context: PassContext,
-        counts: Counter[str],
-        skips: dict[Skip, None],
-    ) -> tuple[bool, list[SpeculativeRegion]]:
-        """Returns whether it has changed the graph, and the regions that are proved if what it wrote stays."""
-        operators = _operators_of(graph, modules, context.effects)
-        decided = [Decisions(module, operators[module], context.fuel) for module in modules]
-        # 2.11 cannot compile the backward of a checkpointed body in which numbers are read.
-        several = decided if compat.version_at_least(2, 12) else decided[:1]
-        slices = [(each, rows) for each in several for rows in plan_slices(each.gm, each.operators, each.absorbed)]
-        changed = [each.put_loops_in(counts) for each in decided]
-        for each, rows in slices:
-            try:
-                draft = draft_slices(each.gm, rows, context.effects)
-            except LeftAlone as left:
-                each.skips[skip_at(left, rows.first)] = None
-                continue
-            if context.fuel.take(f"slice the rows of {rows.num_experts} experts"):
-                draft.put_in()
-                counts["loops_sliced"] += 1
-            else:
-                draft.erase()
-        changed += [each.put_segments_in(counts) for each in decided]
-        skips.update(skip for each in decided for skip in each.skips.items())
-        return any(changed), [region for each in decided for region in each.proved]
+
+def _decided(graph: fx.GraphModule, modules: list[fx.GraphModule], context: PassContext) -> list[Decisions]:
+    operators = _operators_of(graph, modules, context.effects)
+    decided = [Decisions(module, operators[module], context.fuel) for module in modules]
+    # 2.11 cannot compile the backward of a checkpointed body in which numbers are read.
+    for each in decided if compat.version_at_least(2, 12) else decided[:1]:
+        each.add_row_indices()
+    return decided
 
 
 def _operators_of(

@@ -1,85 +1,74 @@
-"""Which loops of one graph are grouped: those that are proved, can be written, and that fuel allows."""
+"""Which loops of one graph are written: those that are proved, can be written, and that fuel allows."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from collections.abc import Iterable
 
 from torch import fx
 
-from glue_compiler.capture.regions import SpeculativeRegion
 from glue_compiler.fuel import Fuel
 from glue_compiler.fx.operators import Operators
 from glue_compiler.graph_pass import Skip
-from glue_compiler.passes.group_experts.analysis import ExpertLoop, plan_grouping
-from glue_compiler.passes.group_experts.drafts import Draft
-from glue_compiler.passes.group_experts.left_alone import LeftAlone
-from glue_compiler.passes.group_experts.planner import skip_at
-from glue_compiler.passes.group_experts.rewrite import draft_group, erase_dead_counts
-from glue_compiler.passes.group_experts.segment_rewrite import draft_segments, erase_numbers
-from glue_compiler.passes.group_experts.segments import SegmentLoop, plan_segments
+from glue_compiler.passes.group_experts.checks import ReadGraph
+from glue_compiler.passes.group_experts.plan import GroupedLoop, LeftAlone
+from glue_compiler.passes.group_experts.read import read_loops, read_row_indices
 from glue_compiler.passes.group_experts.speculation import proved_regions
-
-Loop = TypeVar("Loop", ExpertLoop, SegmentLoop)
+from glue_compiler.passes.group_experts.write import Draft, LoopWriter, erase_dead_counts, erase_numbers
 
 
 class Decisions:
-    """Of one graph; bodies of its higher-order operators are graphs of their own. Draws up drafts, puts nothing in."""
+    """Of one graph; bodies of its higher-order operators are graphs of their own. Puts nothing in until it is told.
+
+    Attributes:
+        proved: regions that do nothing for an expert without rows, if what is put in stays.
+    """
 
     def __init__(self, gm: fx.GraphModule, operators: Operators, fuel: Fuel) -> None:
         self.gm = gm
         self.operators = operators
-        self.skips: dict[Skip, None] = {}
-        self.proved: list[SpeculativeRegion] = []
-        """Regions that do nothing for an expert without rows, if what is put in stays."""
-        plan, segments = plan_grouping(gm, operators), plan_segments(gm, operators)
-        self.alone = plan.alone
-        self.skips.update(dict.fromkeys([*plan.skips, *segments.skips]))
-        offsets: dict[Any, fx.Node] = {}
-        self.loops = self._decided(plan.loops, lambda loop: draft_group(gm, loop, operators), fuel)
-        self.segments = self._decided(segments.loops, lambda loop: draft_segments(gm, loop, operators, offsets), fuel)
+        self.fuel = fuel
+        self.writer = LoopWriter(gm, operators)
+        self.graph = ReadGraph(gm, operators)
+        plan = read_loops(self.graph)
+        self.skips: dict[Skip, None] = dict.fromkeys(plan.skips)
+        self.drafts = self._drafted(plan.loops)
+        loops = [draft.loop for draft in self.drafts]
+        written = {node for draft in self.drafts for node in draft.nodes}
+        self.proved, unproved = proved_regions(self.graph, [*loops, *plan.alone], written)
+        self.skips.update(dict.fromkeys(unproved))
 
-    def _decided(self, loops: Iterable[Loop], draft: Callable[[Loop], Draft], fuel: Fuel) -> list[tuple[Loop, Draft]]:
-        decided = []
+    def add_row_indices(self) -> None:
+        """Decide on the row sets of the loops that are not grouped."""
+        self.drafts += self._drafted(read_row_indices(self.graph, [draft.loop for draft in self.drafts]))
+
+    def _drafted(self, loops: Iterable[GroupedLoop]) -> list[Draft]:
+        drafts = []
         for loop in loops:
             try:
-                drafted = draft(loop)
+                draft = self.writer.draft(loop)
             except LeftAlone as left:
-                self.skips[skip_at(left, loop.last)] = None
+                self.skips[left.skip_at(loop.place)] = None
                 continue
-            if fuel.take(f"group {loop.num_experts} experts at {loop.last.name}"):
-                decided.append((loop, drafted))
+            experts = f"{loop.num_experts} experts"
+            what = f"group {experts} at {loop.place.name}" if loop.steps else f"slice the rows of {experts}"
+            if self.fuel.take(what):
+                drafts.append(draft)
             else:
-                drafted.erase()
-        return decided
+                draft.erase()
+        return drafts
 
-    @property
-    def absorbed(self) -> set[fx.Node]:
-        """Of the row sets' loops."""
-        return {node for loop, _ in self.loops for node in loop.absorbed}
-
-    def put_loops_in(self, counts: Counter[str]) -> bool:
+    def put_in(self, counts: Counter[str]) -> bool:
         """Returns whether the graph has changed."""
-        segments = [loop for loop, _ in self.segments]
-        loops = [loop for loop, _ in self.loops]
-        written = {node for _, draft in (*self.loops, *self.segments) for node in draft.nodes}
-        proved, unproved = proved_regions(self.gm, [*loops, *self.alone], segments, written, self.operators)
-        self.skips.update(dict.fromkeys(unproved))
+        before = set(self.gm.graph.nodes)
         # Backwards: a loop that adds to the result of another finds it under the name that the plan has.
-        for loop, draft in reversed(self.loops):
+        for draft in reversed(self.drafts):
             draft.put_in()
-            counts["loops_grouped"] += 1
-            counts["experts_grouped"] += loop.num_experts
-        erased = erase_dead_counts(self.gm, proved, self.operators.analysis)
-        self.proved += proved
-        return erased or bool(self.loops)
-
-    def put_segments_in(self, counts: Counter[str]) -> bool:
-        """Returns whether the graph has changed."""
-        for loop, draft in self.segments:
-            draft.put_in()
-            counts["loops_grouped"] += 1
-            counts["experts_grouped"] += loop.num_experts
-        erase_numbers(self.gm, [loop for loop, _ in self.segments])
-        return bool(self.segments)
+            counts["loops_grouped" if draft.loop.steps else "loops_sliced"] += 1
+            counts["experts_grouped"] += draft.loop.num_experts if draft.loop.steps else 0
+        erase_dead_counts(self.gm, self.proved, self.operators.analysis)
+        erase_numbers(self.gm, [draft.loop for draft in self.drafts])
+        if self.drafts or set(self.gm.graph.nodes) != before:
+            self.gm.recompile()
+            return True
+        return False

@@ -8,16 +8,18 @@ from typing import Any
 import torch
 from torch import fx
 
-from glue_compiler.fx.effects import Effects, Kind
-from glue_compiler.fx.operators import FOUND, Call, Operators, Value
+from glue_compiler.fx.effects import Kind
+from glue_compiler.fx.operators import FOUND, Call, Value
 from glue_compiler.fx.values import expression, tensors_in, value_of
+from glue_compiler.passes.group_experts.checks import ReadGraph
 from glue_compiler.passes.group_experts.copies import SAME_ELEMENTS
-from glue_compiler.passes.group_experts.expert_rows import ExpertRows, dependents
 from glue_compiler.passes.group_experts.gathers import EXPERT_COLUMN, KEPT, Gathered, gathered, weights_behind_sum
-from glue_compiler.passes.group_experts.left_alone import LeftAlone
-from glue_compiler.passes.group_experts.row_sets import SLOT, TOKEN, RowSets, as_many_rows
+from glue_compiler.passes.group_experts.pieces import ExpertPieces
+from glue_compiler.passes.group_experts.plan import LeftAlone
+from glue_compiler.passes.group_experts.row_sets import SLOT, TOKEN, RowSet, as_many_rows, is_known
 from glue_compiler.passes.group_experts.row_wise import Rows, mixes_rows, out_of_place
 from glue_compiler.passes.group_experts.steps import (
+    AllRows,
     Gather,
     Nodes,
     PerExpert,
@@ -34,40 +36,39 @@ from glue_compiler.passes.group_experts.steps import (
 )
 
 aten = torch.ops.aten
+ExpertRows = RowSet | ExpertPieces
+
 _TRANSPOSES = {aten.t, aten.numpy_T, aten.mT}
 _SWAPS = {aten.transpose: ("dim0", "dim1"), aten.swapaxes: ("axis0", "axis1"), aten.swapdims: ("dim0", "dim1")}
 
 
 class BodyMatcher:
-    """Walks from the values that are added back to the experts' rows, in all experts at once.
+    """Walks from what the experts give back to their rows, in all experts at once.
 
     ``body`` are the nodes walked that depend on the rows; ``peeled`` those that the steps look through: ``W[e]``.
 
     Args:
+        rows: of each expert, in order.
         last: where the grouped form will read what the body reads.
         ends: nodes that hold rows of several experts; what is computed from them is no expert's.
     """
 
     def __init__(
         self,
-        gm: fx.GraphModule,
-        row_sets: Sequence[ExpertRows],
-        sets: RowSets,
-        effects: dict[fx.Node, Effects],
+        graph: ReadGraph,
+        rows: Sequence[ExpertRows],
         last: fx.Node,
         ends: Collection[fx.Node],
-        top_k: int,
     ) -> None:
-        self.gm = gm
-        self.row_sets = row_sets
-        self.sets = sets
-        self.operators: Operators = sets.operators
-        self.effects = effects
+        self.gm = graph.gm
+        self.sets = graph.sets
+        self.operators = graph.operators
+        self.effects = graph.effects
+        self.rows = rows
         self.last = last
-        self.ends = ends
-        self.top_k = top_k
-        self.counts = [rows.count for rows in row_sets]
-        self.dependent = self._dependents()
+        self.counts = [each.count for each in rows]
+        self.pieces = {each.node: each for pieces in rows if isinstance(pieces, ExpertPieces) for each in pieces.pieces}
+        self.dependent = _dependents(rows, ends)
         self._rows_alone = self.dependent.keys() - set(ends)
         self.body: set[fx.Node] = set()
         self.peeled: set[fx.Node] = set()
@@ -81,10 +82,6 @@ class BodyMatcher:
         last = self._row(tuple(added))
         return fold_biases(self._steps[: last.step + 1], self.operators)
 
-    def _dependents(self) -> dict[fx.Node, set[fx.Node]]:
-        """Node → the roots that it is computed from."""
-        return dependents({rows.root: rows.root for rows in self.row_sets}, self.ends)
-
     # -- values
 
     def _row(self, nodes: Nodes) -> Row:
@@ -97,7 +94,7 @@ class BodyMatcher:
 
     def _step(self, nodes: Nodes) -> Step:
         first = nodes[0]
-        for node, rows in zip(nodes, self.row_sets, strict=True):
+        for node, rows in zip(nodes, self.rows, strict=True):
             if self.dependent[node] != {rows.root}:
                 raise LeftAlone("the experts depend on each other's rows", node)
             if (node.op, node.target) != (first.op, first.target):
@@ -145,11 +142,20 @@ class BodyMatcher:
 
     def _leaf(self, nodes: Nodes) -> Step | None:
         """A step that takes the rows of all experts from where the body takes those of one."""
-        return self._gather(nodes)
+        return self._piece(nodes) if self.pieces else self._gather(nodes)
+
+    def _piece(self, nodes: Nodes) -> Step | None:
+        if nodes[0] not in self.pieces:
+            return None
+        pieces = [self.pieces.get(node) for node in nodes]
+        source = self._shared([piece.rows if piece is not None else None for piece in pieces])
+        if source is None:
+            raise LeftAlone("the experts take their rows from different tensors", nodes[0])
+        return AllRows(nodes[0], self._tail(nodes[0]), source)
 
     def _gather(self, nodes: Nodes) -> Step | None:
         first = nodes[0]
-        pairs = zip(nodes, self.row_sets, strict=True)
+        pairs = zip(nodes, self.rows, strict=True)
         each = [found for node, rows in pairs if (found := gathered(node, rows, self.sets, self._rows_alone))]
         if len(each) < len(nodes):
             return None
@@ -160,7 +166,8 @@ class BodyMatcher:
         if source is None:
             raise LeftAlone("the experts index different tensors, or in different ways", first)
         value, dims = value_of(source), each[0].dims
-        if not as_many_rows(value.shape[0], self._tokens()):
+        tokens, top_k = self._routed_shape()
+        if not as_many_rows(value.shape[0], tokens):
             raise LeftAlone("the body gathers from a tensor with another number of rows than there are tokens", first)
         if not value.is_floating_point():
             raise LeftAlone("the body gathers from a tensor that is not floating point", first)
@@ -169,10 +176,10 @@ class BodyMatcher:
             return Gather(first, self._tail(first), source)
         if dims == (TOKEN,):
             return SlotWeight(first, self._tail(first), source, by_expert=False)
-        if dims == (TOKEN, SLOT) and _is_known(value.shape[1], self.top_k):
+        if dims == (TOKEN, SLOT) and is_known(value.shape[1], top_k):
             return SlotWeight(first, self._tail(first), source, by_expert=False)
         has_column = dims == (TOKEN, EXPERT_COLUMN) and isinstance(value.shape[1], int)
-        if has_column and value.shape[1] > self.row_sets[-1].expert:
+        if has_column and value.shape[1] > self.rows[-1].expert:
             return SlotWeight(first, self._tail(first), source, by_expert=True)
         raise LeftAlone("the body indexes a tensor in a way that is neither by token nor by token and slot", first)
 
@@ -181,9 +188,7 @@ class BodyMatcher:
         shared = self._shared([one.source for one in each])
         if shared is not None:
             return shared
-        behind = [
-            weights_behind_sum(one.source, rows, self.sets) for one, rows in zip(each, self.row_sets, strict=True)
-        ]
+        behind = [weights_behind_sum(one.source, rows, self.sets) for one, rows in zip(each, self.rows, strict=True)]
         if None in behind or each[0].dims != (TOKEN,):
             return None
         source = self._shared([found[0] for found in behind if found])
@@ -193,9 +198,11 @@ class BodyMatcher:
                 self.peeled.update(found[1] if found else ())
         return source
 
-    def _tokens(self) -> Any:
-        rows: Any = self.row_sets[0]
-        return value_of(self._node(rows.mask.selected)).shape[0]
+    def _routed_shape(self) -> tuple[Any, Any]:
+        """(tokens, slots of each)."""
+        rows: Any = self.rows[0]
+        shape = value_of(self._node(rows.mask.selected)).shape
+        return shape[0], shape[1] if len(shape) == 2 else 1
 
     def _reshape(self, nodes: Nodes) -> Step | None:
         """Also ``[1, rows, H]`` to ``[rows, H]``: the sizes are read from the result, not from the arguments."""
@@ -385,7 +392,7 @@ class BodyMatcher:
         while matrix and all(self._untransposed(value) is not None for value in peeled):
             self.peeled.update(value.node for value in peeled)
             peeled, flipped = [self._untransposed(value) for value in peeled], not flipped  # type: ignore[misc]
-        bases = [self._subscripted(value, rows.expert) for value, rows in zip(peeled, self.row_sets, strict=True)]
+        bases = [self._subscripted(value, rows.expert) for value, rows in zip(peeled, self.rows, strict=True)]
         if all(base is not None for base in bases):
             base = self._shared(bases)
             if base is not None:
@@ -414,9 +421,20 @@ class BodyMatcher:
         return base if index % meta.shape[0] == expert else None
 
 
+def _dependents(rows: Sequence[ExpertRows], ends: Collection[fx.Node]) -> dict[fx.Node, set[fx.Node]]:
+    """Node → the roots of the rows that it is computed from; what one of ``ends`` holds is no longer followed."""
+    found: dict[fx.Node, set[fx.Node]] = {}
+    for each in rows:
+        waiting = list(each.entries)
+        while waiting:
+            node = waiting.pop()
+            if each.root in found.setdefault(node, set()):
+                continue
+            found[node].add(each.root)
+            if node not in ends:
+                waiting.extend(node.users)
+    return found
+
+
 def _call(node: fx.Node) -> str:
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
-
-
-def _is_known(size: Any, wanted: int) -> bool:
-    return type(size) is int and size == wanted

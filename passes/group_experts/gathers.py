@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from glue_compiler.fx.operators import Call, Operators, Value
-from glue_compiler.passes.group_experts.left_alone import LeftAlone
+from glue_compiler.passes.group_experts.plan import LeftAlone
 from glue_compiler.passes.group_experts.row_sets import SLOT, TOKEN, RowSet, RowSets, names_a_token_once
 
 aten = torch.ops.aten

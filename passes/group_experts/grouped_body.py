@@ -6,7 +6,7 @@ import contextlib
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import fx
@@ -16,14 +16,17 @@ from glue_compiler import compat
 from glue_compiler.fx.effects import EffectAnalysis
 from glue_compiler.fx.operators import Call, Operators
 from glue_compiler.fx.values import requires_grad, value_of
-from glue_compiler.passes.group_experts.left_alone import LeftAlone
+from glue_compiler.passes.group_experts.plan import GroupedLoop, LeftAlone, RoutedRows, SortedRows
 from glue_compiler.passes.group_experts.steps import (
+    AllRows,
+    Gather,
     PerExpert,
     Product,
     Reshape,
     Row,
     RowWise,
     Separate,
+    SlotWeight,
     Stacked,
     Step,
     Vector,
@@ -31,34 +34,6 @@ from glue_compiler.passes.group_experts.steps import (
 )
 
 _glue = torch.ops.glue
-
-
-class Grouping(Protocol):
-    """What was proved to be one grouped computation, as far as writing its body needs to know."""
-
-    @property
-    def num_experts(self) -> int: ...
-
-    @property
-    def first_expert(self) -> int:
-        """The experts are those from this one on."""
-        ...
-
-    @property
-    def steps(self) -> tuple[Step, ...]: ...
-
-    @property
-    def last(self) -> fx.Node:
-        """Where the grouped form is written."""
-        ...
-
-    @property
-    def results(self) -> tuple[fx.Node, ...]:
-        """What each expert's body gives."""
-        ...
-
-    @property
-    def autocast(self) -> tuple[fx.Node, ...]: ...
 
 
 class Emitter:
@@ -92,6 +67,11 @@ class Emitter:
     def node(self, op: str, target: Any, args: Any, kwargs: Any) -> fx.Node:
         return self._made(self.graph.create_node(op, target, args, kwargs))
 
+    def size(self, tensor: fx.Node, dim: int) -> Any:
+        """An int, or a node of one."""
+        size = value_of(tensor).shape[dim]
+        return self.call(torch.ops.aten.sym_size.int, tensor, dim) if isinstance(size, torch.SymInt) else size
+
     def _made(self, node: fx.Node) -> fx.Node:
         args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
         fake_mode = self.analysis.fake_mode
@@ -109,23 +89,37 @@ class Emitter:
 
 
 class GroupedBody:
-    """A body over the rows of all experts. ``ordered`` has as many rows; ``offsets`` says where each expert's end.
+    """Writes the steps of a loop for the rows of all experts, in the order of the experts.
 
-    Subclasses say how rows come in, and what becomes of the last step's.
+    Args:
+        offsets: where each expert's rows end.
+        order: the slot of each row, and
+        inverse: the row of each slot; None where the rows stand in order already.
     """
 
-    def __init__(self, emit: Emitter, operators: Operators, loop: Grouping, ordered: fx.Node, offsets: fx.Node) -> None:
+    def __init__(
+        self,
+        emit: Emitter,
+        operators: Operators,
+        loop: GroupedLoop,
+        offsets: fx.Node,
+        order: fx.Node | None = None,
+        inverse: fx.Node | None = None,
+    ) -> None:
         self.emit = emit
         self.operators = operators
+        self.partition = loop.partition
         self.steps = loop.steps
-        self.num_experts = loop.num_experts
-        self.first_expert = loop.first_expert
-        self.ordered = ordered
+        self.num_experts = loop.partition.num_experts
+        self.first_expert = loop.partition.first_expert
         self.offsets = offsets
+        self.order = order
+        self.inverse = inverse
         self.results: dict[int, fx.Node] = {}
         self.stacks: dict[PerExpert, fx.Node] = {}
         self.repeated: dict[Vector, fx.Node] = {}
         self.halves: dict[Row, fx.Node] = {}
+        self.slot_weights: dict[tuple[fx.Node, bool], fx.Node] = {}
         self.row_count: Any = None
 
     def compute(self, end: int) -> fx.Node:
@@ -160,7 +154,40 @@ class GroupedBody:
             return half
         if isinstance(step, RowWise):
             return self.emit.node(step.op, step.target, self._argument(step.args), self._argument(step.kwargs))
-        return self._leaf(step)
+        if isinstance(step, AllRows):
+            return step.source
+        if isinstance(step, Gather):
+            assert isinstance(self.partition, RoutedRows)
+            return self._gathered(step.source, self.partition.top_k)
+        assert isinstance(step, SlotWeight)
+        # One "token" per slot: the row of slot s is row s of the flat weights.
+        flat = self.emit.method("reshape", self.weights_by_slot(step), -1, 1)
+        return self._reshaped(self._gathered(flat, 1), step.tail)
+
+    def _gathered(self, source: fx.Node, top_k: int) -> fx.Node:
+        return self.emit.call(_glue.expert_gather.default, source, self.order, self.inverse, self.offsets, top_k)
+
+    def weights_by_slot(self, step: SlotWeight) -> fx.Node:
+        """``[tokens, top_k]``, or ``[tokens]`` for one slot."""
+        rows, key = self.partition, (step.source, step.by_expert)
+        assert isinstance(rows, RoutedRows)
+        if key not in self.slot_weights:
+            source = step.source
+            if step.by_expert:
+                selected = rows.selected
+                if value_of(selected).dtype != torch.int64:
+                    selected = self.emit.method("to", selected, torch.int64)
+                if value_of(selected).dim() == 1:
+                    selected = self.emit.method("unsqueeze", selected, 1)
+                # A slot that selects no expert has no column; its weight is not used.
+                first, count = rows.first_expert, rows.num_experts
+                selected = self.emit.method("clamp", selected, first, first + count - 1)
+                source = self.emit.call(torch.gather, source, 1, selected)
+            elif value_of(source).dim() == 1 and rows.top_k > 1:
+                source = self.emit.method("unsqueeze", source, 1)
+                source = self.emit.method("expand", source, -1, rows.top_k)
+            self.slot_weights[key] = source
+        return self.slot_weights[key]
 
     def _half(self, step: RowWise) -> fx.Node | None:
         """``x[..., ::2]`` or ``x[..., 1::2]``, where the body takes both of one ``x``."""
@@ -174,10 +201,6 @@ class GroupedBody:
         if row not in self.halves:
             self.halves[row] = self.emit.call(_glue.deinterleave.default, self.results[row.step])
         return self.emit.call(operator.getitem, self.halves[row], which)
-
-    def _leaf(self, step: Step) -> fx.Node:
-        """Rows of all experts for those that a body is given."""
-        raise NotImplementedError
 
     def _product(self, step: Product) -> fx.Node:
         x = self.results[step.x.step]
@@ -226,9 +249,9 @@ class GroupedBody:
             width = math.prod(vector.shape)
             values = self._reshaped(self._stacked(vector.values), (width,), first=self.num_experts)
             if self.row_count is None:
-                rows = value_of(self.ordered).shape[0]
-                symbolic = isinstance(rows, torch.SymInt)
-                self.row_count = self.emit.call(torch.ops.aten.sym_size.int, self.ordered, 0) if symbolic else rows
+                ordered = self.partition.source if isinstance(self.partition, SortedRows) else self.order
+                assert ordered is not None
+                self.row_count = self.emit.size(ordered, 0)
             repeated = self.emit.call(_glue.grouped_repeat.default, values, self.offsets, self.row_count)
             self.repeated[vector] = self._reshaped(repeated, vector.tail)
         return self.repeated[vector]

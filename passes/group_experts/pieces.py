@@ -11,10 +11,10 @@ from torch import fx
 from glue_compiler.fx.operators import Call, Operators, Value, given_leaves
 from glue_compiler.fx.records import Given
 from glue_compiler.fx.values import expression, value_of
-from glue_compiler.passes.group_experts.boundaries import Boundaries, Boundary
+from glue_compiler.passes.group_experts.counts import CountSum, CountSums
 
 aten = torch.ops.aten
-Extent = tuple[Boundary, Boundary]
+Extent = tuple[CountSum, CountSum]
 """First row, and the one after the last."""
 
 
@@ -32,9 +32,14 @@ class Piece:
     split: fx.Node | None = None
     """The ``split`` that gave it. One raises unless its sizes are not negative and sum to the rows of ``source``."""
 
+    @property
+    def length(self) -> CountSum:
+        start, stop = self.extent
+        return stop - start
+
 
 @dataclass(frozen=True)
-class Write:
+class PieceWrite:
     """``into[start:stop] = value``."""
 
     node: fx.Node
@@ -45,7 +50,7 @@ class Write:
 
 
 @dataclass(frozen=True)
-class PieceRows:
+class ExpertPieces:
     """The rows of one expert: pieces of one extent, of one or more tensors."""
 
     pieces: tuple[Piece, ...]
@@ -56,6 +61,15 @@ class PieceRows:
         return self.pieces[0].node
 
     @property
+    def entries(self) -> tuple[fx.Node, ...]:
+        """Where the rows come into the expert's body."""
+        return tuple(piece.node for piece in self.pieces)
+
+    @property
+    def extent(self) -> Extent:
+        return self.pieces[0].extent
+
+    @property
     def count(self) -> Any:
         """Sympy expression of the number of rows."""
         return expression(value_of(self.root).shape[0])
@@ -64,9 +78,9 @@ class PieceRows:
 class Pieces:
     """Recognises pieces, and writes to pieces, whose extent is read from row counts."""
 
-    def __init__(self, operators: Operators, boundaries: Boundaries) -> None:
+    def __init__(self, operators: Operators, sums: CountSums) -> None:
         self._operators = operators
-        self._boundaries = boundaries
+        self._sums = sums
 
     def piece(self, node: fx.Node) -> Piece | None:
         if not node.op.startswith("call_"):
@@ -86,7 +100,7 @@ class Pieces:
             return None
         return Piece(node, source, call.arguments["self"], extent, _others(node, source))
 
-    def write(self, node: fx.Node) -> Write | None:
+    def write(self, node: fx.Node) -> PieceWrite | None:
         """``into[start:stop] = value``: a copy to a slice."""
         calls = self._operators.calls(node) if node.op.startswith("call_") else None
         match calls[-1] if calls else None:
@@ -111,7 +125,7 @@ class Pieces:
             return None
         into = given_leaves(node)[given.position][0]
         others = tuple(arg for arg in _others(node, into) if arg is not written)
-        return Write(node, into, extent, others, written)
+        return PieceWrite(node, into, extent, others, written)
 
     def _bounds(self, call: Call) -> tuple[Any, Any] | None:
         """(start, stop) of an operator that selects rows and nothing else."""
@@ -123,7 +137,7 @@ class Pieces:
         return None
 
     def _extent(self, start: Any, stop: Any) -> Extent | None:
-        first, last = self._boundaries.of(start), self._boundaries.of(stop)
+        first, last = self._sums.of(start), self._sums.of(stop)
         return None if first is None or last is None or (first.is_constant and last.is_constant) else (first, last)
 
     def _of_split(self, node: fx.Node, value: Value, call: Call) -> Piece | None:
@@ -135,13 +149,13 @@ class Pieces:
             return None
         if call.arguments["dim"] not in (0, -self._operators.meta(call.arguments["self"]).rank):
             return None
-        at = Boundary()
+        at = CountSum()
         before = at
-        lengths = [self._boundaries.of(size) for size in sizes]
+        lengths = [self._sums.of(size) for size in sizes]
         for length in lengths[: index + 1]:
             if length is None:
                 return None
-            before, at = at, at.plus(length)
+            before, at = at, at + length
         if all(length is not None and length.is_constant for length in lengths):
             return None
         return Piece(node, source, call.arguments["self"], (before, at), _others(split, source), split)

@@ -16,7 +16,6 @@ from glue_compiler.compat import equal_sizes
 from glue_compiler.fx.operators import FOUND, Call, Operators, Value
 from glue_compiler.fx.values import expression
 from glue_compiler.passes.group_experts.copies import COPIES, SAME_ELEMENTS
-from glue_compiler.passes.group_experts.selected_experts import are_distinct
 
 aten = torch.ops.aten
 TOKEN, SLOT, EXPERT, ONE = "token", "slot", "expert", "one"
@@ -27,8 +26,6 @@ IDS = (torch.int32, torch.int64)
 _WHERE = {aten.where.default, aten.nonzero.default, aten.nonzero_numpy.default}
 _SWAPS = {aten.transpose: ("dim0", "dim1"), aten.swapaxes: ("axis0", "axis1"), aten.swapdims: ("dim0", "dim1")}
 _REVERSES = {aten.t, aten.numpy_T, aten.mT, aten.adjoint}
-COUNT_DTYPES = (torch.int32, torch.int64, torch.float32, torch.float64)
-"""They hold every number of rows that a batch can have."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +58,11 @@ class RowSet:
     def expert(self) -> int:
         assert self.mask.expert is not None
         return self.mask.expert
+
+    @property
+    def entries(self) -> tuple[fx.Node, ...]:
+        """Where the rows come into the expert's body."""
+        return (self.root,)
 
 
 @dataclass(frozen=True)
@@ -246,20 +248,39 @@ def names_a_token_once(rows: RowSet, operators: Operators) -> bool:
     return rows.mask.any_slot or are_distinct(operators, rows.mask.selected)
 
 
-def counts_by_expert(total: Any, sets: RowSets) -> Mask | None:
-    """The mask, if ``total`` is its sum over all but the experts: the number of rows of each expert.
+def are_distinct(operators: Operators, selected: Value) -> bool:
+    """Does each row of ``selected``, ``[tokens, slots]`` or ``[tokens]``, name an expert at most once?
 
-    In a dtype that holds such a number: bf16 rounds from 257 rows on.
+    It does if there is one slot, or if the rows are those of the indices of ``topk`` along its last dimension.
     """
-    call = sets.operators.does(total) if isinstance(total, Value) else None
-    if call is None or call.overload is not aten.sum.dim_IntList or call.arguments["keepdim"]:
-        return None
-    mask = sets.mask(call.arguments["self"])
-    if mask is None or mask.expert is not None or not call.arguments["dim"]:
-        return None
-    summed = {dim % len(mask.axes) for dim in call.arguments["dim"]}
-    kept = [axis for i, axis in enumerate(mask.axes) if i not in summed]
-    return mask if kept == [EXPERT] and sets.operators.meta(total).dtype in COUNT_DTYPES else None
+    shape = operators.meta(selected).shape
+    if len(shape) == 1 or is_known(shape[-1], 1):
+        return True
+    value: Any = selected
+    while isinstance(value, Value) and _has_rows_of(operators, value, shape):
+        call = operators.does(value)
+        if call is None:
+            return False
+        if call.operator is torch.ops.aten.topk:
+            rank = operators.meta(value).rank
+            return value.leaf == 1 and call.arguments["dim"] in (-1, rank - 1)
+        if call.operator not in COPIES and call.overload not in SAME_ELEMENTS:
+            return False
+        value = call.arguments["self"]
+    return False
+
+
+def _has_rows_of(operators: Operators, value: Value, shape: tuple[Any, ...]) -> bool:
+    """Rows of the same length, in a dtype that holds every index: then it has the same rows."""
+    meta = operators.meta(value)
+    if meta.dtype not in IDS or not meta.shape:
+        return False
+    return isinstance(shape[-1], int) and is_known(meta.shape[-1], shape[-1])
+
+
+def is_known(size: Any, wanted: int) -> bool:
+    """Is a size that number, for every batch?"""
+    return type(size) is int and size == wanted
 
 
 def same_size(first: Any, second: Any) -> bool:

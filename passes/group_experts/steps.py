@@ -11,6 +11,7 @@ from torch import fx
 from glue_compiler.fx.operators import Operators
 from glue_compiler.fx.values import leaves, value_of
 
+aten = torch.ops.aten
 Nodes = tuple[fx.Node, ...]
 """One node for each expert, in the order of the experts."""
 
@@ -68,6 +69,13 @@ class Step:
 @dataclass(frozen=True, eq=False)
 class Gather(Step):
     """``source[token]``: a row of ``source`` for each row."""
+
+    source: fx.Node
+
+
+@dataclass(frozen=True, eq=False)
+class AllRows(Step):
+    """``source``, of whose rows each expert has a piece, in order."""
 
     source: fx.Node
 
@@ -136,12 +144,12 @@ def rows_of(step: Step) -> list[Row]:
 
 def sum_of(step: Step, operators: Operators) -> tuple[Any, Any] | None:
     """The two operands, if the step is ``a + b``."""
-    return _operands_of(step, operators, (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor))
+    return _operands_of(step, operators, (aten.add.Tensor, aten.add_.Tensor))
 
 
 def product_of(step: Step, operators: Operators) -> tuple[Any, Any] | None:
     """The two operands, if the step is ``a * b``, element by element."""
-    return _operands_of(step, operators, (torch.ops.aten.mul.Tensor, torch.ops.aten.mul_.Tensor))
+    return _operands_of(step, operators, (aten.mul.Tensor, aten.mul_.Tensor))
 
 
 def _operands_of(step: Step, operators: Operators, overloads: tuple[Any, ...]) -> tuple[Any, Any] | None:
@@ -175,6 +183,34 @@ def fold_biases(steps: list[Step], operators: Operators) -> tuple[Step, ...]:
                     step.node, step.tail, product.x, product.weight, product.transposed, bias=vector.values
                 )
     return tuple(folded)
+
+
+def weighted_sum(steps: tuple[Step, ...], dtype: torch.dtype, operators: Operators) -> tuple[Row, SlotWeight | None]:
+    """(what is summed over a token's slots, weights): a last multiplication by the slots' weights is left to the sum.
+
+    Args:
+        dtype: of the sum.
+    """
+    last = len(steps) - 1
+    step = steps[last]
+    used = [sum(row.step == i for other in steps for row in rows_of(other)) for i in range(len(steps))]
+    if _is_cast(step, dtype, operators) and used[last] == 0:
+        last = rows_of(step)[0].step
+        step = steps[last]
+    factors = product_of(step, operators)
+    for rows, factor in (factors, factors[::-1]) if factors is not None else ():
+        if isinstance(rows, Row) and isinstance(factor, Row) and used[last] <= 1 and used[factor.step] == 1:
+            weights = steps[factor.step]
+            if isinstance(weights, SlotWeight) and weights.tail == (1,):
+                return rows, weights
+    return Row(len(steps) - 1), None
+
+
+def _is_cast(step: Step, dtype: torch.dtype, operators: Operators) -> bool:
+    """To ``dtype``, which the sum is rounded to anyway."""
+    calls = operators.calls(step.node) if isinstance(step, RowWise) else None
+    casts = calls is not None and len(calls) == 1 and calls[0].operator in (aten.to, aten._to_copy, aten.type_as)
+    return casts and value_of(step.node).dtype == dtype and len(rows_of(step)) == 1
 
 
 def _first(values: PerExpert) -> fx.Node:

@@ -295,3 +295,19 @@ def test_symbols_of_shared_records_are_the_nodes_own():
     rows = [operators.meta(operators.value(node)).shape[0] for node in linears]
     assert rows == [node.meta["example_value"].shape[0].node.expr for node in linears]
     assert len(set(rows)) == 3
+
+
+@pytest.mark.parametrize("first", ["one twice", "two alike"])
+def test_an_operand_that_is_passed_twice_is_not_two_that_look_alike(first):
+    """The columns of a nonzero have one storage and one shape."""
+
+    def both(x, mask):
+        token, slot = torch.nonzero(mask, as_tuple=True)
+        if first == "one twice":
+            return x[token, token], x[token, slot]
+        return x[token, slot], x[token, token]
+
+    operators, gm = captured(both, X[:, :3], torch.eye(3, dtype=torch.bool))
+    indices = [operators.does(value).arguments["indices"] for value in returned(operators, gm)]
+    repeated = [first == second for first, second in indices]
+    assert repeated == [first == "one twice", first == "two alike"]

@@ -7,7 +7,7 @@ from torch import nn
 
 from tests.captured import compile_with_glue, count, result_and_gradients
 from tests.passes.group_experts.loops import EXPERTS, INNER, TOP_K, WIDTH
-from tests.passes.group_experts.segment_loops import READS, SPLITS, router_inputs, scattered_counts
+from tests.passes.group_experts.piece_loops import READS, SPLITS, router_inputs, scattered_counts
 
 READ = {"tensor": lambda counts: counts, "list": lambda c: c.tolist(), "numpy": lambda c: c.cpu().numpy()}
 

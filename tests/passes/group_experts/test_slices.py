@@ -148,6 +148,21 @@ def test_dynamic_token_counts():
     assert_sliced(run)
 
 
+@pytest.mark.parametrize("how", ["indices", "mask"])
+def test_a_mask_of_tokens_and_slots_is_no_vector_of_indices(how):
+    """Of two experts and two slots: as many tokens as the mask has for each would be all rows."""
+
+    def sums(weights, selected):
+        masks = [selected == e for e in range(2)]
+        rows = masks if how == "mask" else [torch.nonzero(mask, as_tuple=True) for mask in masks]
+        return torch.stack([weights[each].sin().sum() for each in rows])
+
+    run = compile_with_glue(sums, dynamic=True, passes={"group_experts": True})
+    weights, selected = torch.rand(5, 2, dtype=torch.float64), torch.tensor([[0, 1], [1, 1], [2, 0], [0, 0], [1, 2]])
+    torch.testing.assert_close(run.call(weights, selected), sums(weights, selected), rtol=0, atol=0)
+    assert run.counts == ({"loops_sliced": 1} if how == "indices" else {})
+
+
 @pytest.mark.skipif(not compat.version_at_least(2, 12), reason="2.11 cannot compile numbers in checkpointed bodies")
 def test_under_checkpointing():
     model = Checkpointed()

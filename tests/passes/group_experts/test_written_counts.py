@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.passes.group_experts.loops import EXPERTS, WIDTH, inputs_for, routings
-from tests.passes.group_experts.segment_loops import combine, in_pieces, routed, router_inputs
+from tests.passes.group_experts.piece_loops import combine, in_pieces, routed, router_inputs
 from tests.passes.group_experts.test_twists import _grouped, check, rewrites
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.captured import compile_with_glue
-from tests.passes.group_experts.segment_loops import assert_grouped
+from tests.passes.group_experts.piece_loops import assert_grouped
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 
 from tests.captured import count
 from tests.passes.group_experts.loops import EXPERTS, WIDTH, compiled
-from tests.passes.group_experts.segment_loops import routed, router_inputs, scattered_counts
-from tests.passes.group_experts.test_segments import check
+from tests.passes.group_experts.piece_loops import routed, router_inputs, scattered_counts
+from tests.passes.group_experts.test_pieces import check
 
 
 def sorted_rows(x, logits):

@@ -8,7 +8,7 @@ from torch import nn
 from glue_compiler import compat
 from tests.captured import count, result_and_gradients
 from tests.passes.group_experts.loops import EXPERTS, INNER, WIDTH, compiled
-from tests.passes.group_experts.segment_loops import (
+from tests.passes.group_experts.piece_loops import (
     READS,
     SPELLINGS,
     assert_grouped,

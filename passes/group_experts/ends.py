@@ -1,4 +1,4 @@
-"""Finds where the rows of one expert are put back: what a loop over experts ends in."""
+"""Finds where the rows that experts have computed are put: what a loop over experts ends in."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from glue_compiler.fx.operators import Call, Value
+from glue_compiler.fx.operators import Call, Operators, Value
 from glue_compiler.fx.values import value_of
 from glue_compiler.passes.group_experts.row_sets import TOKEN, Index, RowSet, RowSets
 
@@ -28,6 +28,10 @@ class Sink:
     in_place: bool = True
     parts: tuple[fx.Node, ...] = ()
     """Nodes that read the accumulator for it: of ``out[rows] += added`` all but the last."""
+
+    @property
+    def nodes(self) -> tuple[fx.Node, ...]:
+        return (self.node, *self.parts)
 
 
 def find_sink(node: fx.Node, sets: RowSets) -> Sink | None:
@@ -109,3 +113,14 @@ def chain_starts(sinks: list[Sink]) -> dict[fx.Node, fx.Node]:
     for sink in sinks:
         starts[sink.node] = starts.get(sink.accumulator, sink.accumulator)
     return starts
+
+
+def joined(node: fx.Node, operators: Operators) -> list[fx.Node]:
+    """The tensors that ``node``, a ``cat``, puts behind each other."""
+    calls = operators.calls(node) if node.op.startswith("call_") else None
+    match calls:
+        case [Call(aten.cat | aten.concat | aten.concatenate, {"tensors": tensors, "dim": int(dim)})]:
+            parts = [operators.node_of(each) if isinstance(each, Value) else None for each in tensors]
+            found = [part for part in parts if part is not None]
+            return found if dim in (0, -value_of(node).dim()) and len(found) == len(parts) else []
+    return []

@@ -1,49 +1,51 @@
-"""What the plans of all kinds of loops over experts share: how a graph is read, and proofs that each of them needs."""
+"""One graph as the readers of loops see it, and what they all prove: of users, of memory, and of modes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from functools import cached_property
 
 from torch import fx
 
 from glue_compiler.fx import bodies
 from glue_compiler.fx.effects import Effects, Kind
+from glue_compiler.fx.modes import Mode
 from glue_compiler.fx.operators import Operators
-from glue_compiler.fx.values import StorageKey, source_line, storages_of, tensors_in, value_of
-from glue_compiler.graph_pass import Skip
-from glue_compiler.passes.group_experts.left_alone import LeftAlone
-from glue_compiler.passes.group_experts.modes import Modes
-
-Loop = TypeVar("Loop")
+from glue_compiler.fx.values import StorageKey, storages_of, tensors_in, value_of
+from glue_compiler.passes.group_experts.counts import CountSums
+from glue_compiler.passes.group_experts.plan import LeftAlone
+from glue_compiler.passes.group_experts.row_sets import RowSets
 
 
-@dataclass
-class Plan(Generic[Loop]):
-    """The loops that are proved, and why the others are left alone."""
-
-    loops: list[Loop] = field(default_factory=list)
-    skips: list[Skip] = field(default_factory=list)
-
-
-class LoopPlanner:
-    """One graph, in order of execution."""
+class ReadGraph:
+    """The nodes in order of execution, as they are before anything is written; remembers what was read of them."""
 
     def __init__(self, gm: fx.GraphModule, operators: Operators) -> None:
         self.gm = gm
         self.nodes = list(gm.graph.nodes)
         self.position = {node: i for i, node in enumerate(self.nodes)}
         self.operators = operators
-        self.effects: dict[fx.Node, Effects] = {node: self._effects_of(node) for node in self.nodes}
-        self.modes = Modes(gm, self.nodes, operators.analysis)
+        self.sets = RowSets(operators)
+
+    @cached_property
+    def sums(self) -> CountSums:
+        return CountSums(self.operators, self.nodes)
+
+    @cached_property
+    def effects(self) -> dict[fx.Node, Effects]:
+        return {node: self._effects_of(node) for node in self.nodes}
 
     def _effects_of(self, node: fx.Node) -> Effects:
         known = None if bodies.is_higher_order(node) else self.operators.numbering.effects.get(node)
         return known if known is not None else self.operators.analysis.of(self.gm, node)
 
+    def mode_of(self, node: fx.Node) -> Mode:
+        return self.operators.analysis.mode_of(self.gm, node)
+
     def in_order(self, nodes: Collection[fx.Node]) -> list[fx.Node]:
         return sorted(nodes, key=self.position.__getitem__)
+
+    # -- proofs; they raise LeftAlone
 
     def check_users(self, values: Collection[fx.Node], belongs: Callable[[fx.Node], bool]) -> None:
         """A value of one expert's rows has no user outside of the loop."""
@@ -82,13 +84,15 @@ class LoopPlanner:
 
     def check_one_mode(self, ends: Collection[fx.Node], computed: Collection[fx.Node]) -> None:
         """The ends of a loop run in the mode of autograd and autocast that its arithmetic runs in."""
-        self.modes.check_uniform([*self.in_order(ends), *(node for node in self.in_order(computed) if is_float(node))])
+        nodes = [*self.in_order(ends), *(node for node in self.in_order(computed) if _is_float(node))]
+        first = self.mode_of(nodes[0])
+        for node in nodes:
+            mode = self.mode_of(node)
+            if mode != first:
+                autograd = f"autograd ({mode.grad} here, {first.grad} before)"
+                what = "autocast" if mode.autocast != first.autocast else autograd
+                raise LeftAlone(f"the loop's body runs in more than one mode of {what}", node)
 
 
-def is_float(node: fx.Node) -> bool:
+def _is_float(node: fx.Node) -> bool:
     return any(tensor.is_floating_point() for tensor in tensors_in(value_of(node)))
-
-
-def skip_at(left: LeftAlone, place: fx.Node) -> Skip:
-    node = left.node or place
-    return Skip(left.reason, node.name, source_line(node))

@@ -1,0 +1,321 @@
+"""Writes loops over experts that were proved to be one computation as one.
+
+The new form is drawn up beside the loop, which stays until all of the graph is decided.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+import glue_compiler.ops  # noqa: F401  registers torch.ops.glue
+from glue_compiler.capture.regions import HITS, NonEmptyBranch, SpeculativeRegion
+from glue_compiler.compat import equal_sizes
+from glue_compiler.fx.effects import EffectAnalysis, Kind
+from glue_compiler.fx.operators import Operators
+from glue_compiler.fx.values import expression, value_of
+from glue_compiler.passes.group_experts.grouped_body import Emitter, GroupedBody
+from glue_compiler.passes.group_experts.plan import (
+    Combination,
+    Concatenation,
+    GroupedLoop,
+    LeftAlone,
+    RoutedRows,
+    RowIndices,
+    SortedRows,
+)
+from glue_compiler.passes.group_experts.row_sets import SLOT, RowSet
+
+_glue = torch.ops.glue
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Nodes that nothing uses yet. ``put_in`` makes the graph use them, in place of what they stand for."""
+
+    loop: GroupedLoop
+    graph: fx.Graph
+    nodes: tuple[fx.Node, ...]
+    replace: Callable[[], None]
+
+    def put_in(self) -> None:
+        self.replace()
+        for node in reversed(self.graph.nodes):
+            if node in self.loop.absorbed and not node.users:
+                self.graph.erase_node(node)
+
+    def erase(self) -> None:
+        for node in reversed(self.nodes):
+            self.graph.erase_node(node)
+
+
+class LoopWriter:
+    """Writes the loops of one graph. Loops over the same counts share where each expert's rows end."""
+
+    def __init__(self, gm: fx.GraphModule, operators: Operators) -> None:
+        self.gm = gm
+        self.graph = gm.graph
+        self.operators = operators
+        self.offsets: dict[tuple[fx.Node, int], fx.Node] = {}
+
+    def draft(self, loop: GroupedLoop) -> Draft:
+        """Raises LeftAlone, and leaves the graph as it was, if the loop cannot be written.
+
+        A proof reads what operators do to rows, and not every size and dtype of what they give for all rows: that is
+        seen here, where each new node is run on fake tensors.
+        """
+        before, offsets = set(self.graph.nodes), dict(self.offsets)
+        emit = Emitter(self.gm, (*loop.end.results, loop.place), self.operators.analysis, loop.autocast)
+        try:
+            with self.graph.inserting_before(loop.place):
+                replace = self._written(emit, loop)
+        except Exception as failure:
+            self.offsets = offsets
+            for node in reversed([node for node in self.graph.nodes if node not in before]):
+                self.graph.erase_node(node)
+            if isinstance(failure, LeftAlone):
+                raise
+            raise LeftAlone(f"its grouped form cannot be written ({type(failure).__name__}: {failure})") from failure
+        return Draft(loop, self.graph, tuple(node for node in self.graph.nodes if node not in before), replace)
+
+    def _written(self, emit: Emitter, loop: GroupedLoop) -> Callable[[], None]:
+        """Returns what makes the graph use what was written."""
+        match loop.partition, loop.end:
+            case RoutedRows() as rows, Combination() as end:
+                return self._combined(emit, loop, rows, end)
+            case SortedRows() as rows, Concatenation() as end:
+                return self._concatenated(emit, loop, rows, end)
+            case RoutedRows() as rows, RowIndices() as end:
+                return self._indexed(emit, rows, end)
+        raise TypeError(f"{loop} has an end that its partition does not have")
+
+    # -- rows that are put back at their tokens
+
+    def _combined(self, emit: Emitter, loop: GroupedLoop, rows: RoutedRows, end: Combination) -> Callable[[], None]:
+        sort = _sort(emit, rows)
+        order, inverse, _, offsets = (emit.call(operator.getitem, sort, i) for i in range(4))
+        body = GroupedBody(emit, self.operators, loop, offsets, order, inverse)
+        computed = body.compute(end.summed.step)
+        scale = body.weights_by_slot(end.weights) if end.weights is not None else None
+        # The sum over slots is taken in fp32 and rounded once, which the loop did after each expert.
+        arguments = (computed, order, inverse, offsets, rows.top_k, scale, value_of(end.accumulator).dtype)
+        combined = emit.call(_glue.expert_combine.default, *arguments)
+        replaces = end.starts_at_zero and _is_alike(
+            value_of(combined), value_of(end.accumulator if end.in_place else end.place)
+        )
+        if not replaces and not end.adds:
+            raise LeftAlone("the tensor that is assigned to has another layout than what would replace it")
+        return lambda: self._put_back(emit, end, combined, replaces)
+
+    def _put_back(self, emit: Emitter, end: Combination, combined: fx.Node, replaces: bool) -> None:
+        accumulator, result = end.accumulator, combined
+        if not replaces:
+            with self.graph.inserting_before(end.place):
+                result = self.graph.call_method("add_" if end.in_place else "add", (accumulator, combined))
+            result.meta.update(emit.meta, example_value=value_of(accumulator if end.in_place else end.place))
+        for sink in reversed(end.sinks):
+            is_result = not end.in_place or sink.node is end.place
+            sink.node.replace_all_uses_with(result if is_result else accumulator)
+            self.graph.erase_node(sink.node)
+        if replaces and end.in_place:
+            accumulator.replace_all_uses_with(result)
+            self.graph.erase_node(accumulator)
+
+    # -- rows that stay in order
+
+    def _concatenated(
+        self, emit: Emitter, loop: GroupedLoop, rows: SortedRows, end: Concatenation
+    ) -> Callable[[], None]:
+        offsets = self._offsets(emit, rows)
+        if rows.must_check:
+            _check_counts(emit, rows)
+        result = GroupedBody(emit, self.operators, loop, offsets).compute(len(loop.steps) - 1)
+        wanted = value_of(end.whole)
+        if value_of(result).dtype != wanted.dtype:
+            result = emit.method("to", result, wanted.dtype)
+        got = value_of(result)
+        if (got.dim(), *map(expression, got.stride())) != (wanted.dim(), *map(expression, wanted.stride())):
+            raise LeftAlone("the rows of all experts have another layout than what they would replace")
+        shape_env = getattr(self.operators.analysis.fake_mode, "shape_env", None)
+        if shape_env is not None:
+            equal_sizes.assume_equal(shape_env, *(expression(value_of(n).shape[0]) for n in (end.whole, rows.source)))
+
+        def replace() -> None:
+            for write in end.writes:
+                self.graph.erase_node(write.node)
+            end.whole.replace_all_uses_with(result)
+            self.graph.erase_node(end.whole)
+
+        return replace
+
+    def _offsets(self, emit: Emitter, rows: SortedRows) -> fx.Node:
+        """Where each expert's rows end; written as early as can be, for the loops that follow."""
+        key = (rows.counts, rows.num_experts)
+        if key not in self.offsets:
+            with self.graph.inserting_before(_after(rows.counts)):
+                counts = rows.counts
+                if value_of(counts).shape[0] != rows.num_experts:
+                    counts = emit.method("narrow", counts, 0, 0, rows.num_experts)
+                self.offsets[key] = emit.call(torch.cumsum, counts, 0, dtype=torch.int32)
+        return self.offsets[key]
+
+    # -- bodies that stay, and find the indices of their rows
+
+    def _indexed(self, emit: Emitter, rows: RoutedRows, end: RowIndices) -> Callable[[], None]:
+        sort = _sort(emit, rows, end.axes[0] == SLOT)
+        order, counts = (emit.call(operator.getitem, sort, i) for i in (0, 2))
+        columns = _columns(emit, order, rows, end.axes)
+        sizes = _sizes(emit, counts, columns[0], end.rows)
+        found = [_pieces(emit, column, sizes) for column in columns]
+
+        def replace() -> None:
+            for row_set, *indices in zip(end.rows, *found, strict=True):
+                self._replace_indices(row_set.root, indices)
+
+        return replace
+
+    def _replace_indices(self, root: fx.Node, columns: list[fx.Node]) -> None:
+        if isinstance(value_of(root), torch.Tensor):
+            with self.graph.inserting_before(root):
+                pairs = self.graph.call_function(torch.stack, (columns, 1))
+            pairs.meta.update({key: value for key, value in root.meta.items() if key != "unbacked_bindings"})
+            root.replace_all_uses_with(pairs)
+        else:
+            for user in list(root.users):
+                user.replace_all_uses_with(columns[user.args[1]])  # type: ignore[index]
+                self.graph.erase_node(user)
+        self.graph.erase_node(root)
+
+
+def _sort(emit: Emitter, rows: RoutedRows, *k_major: bool) -> fx.Node:
+    selected = emit.call(torch.sub, rows.selected, rows.first_expert) if rows.first_expert else rows.selected
+    return emit.call(_glue.expert_sort.default, selected, rows.num_experts, *k_major)
+
+
+def _is_alike(first: torch.Tensor, second: torch.Tensor) -> bool:
+    described = [
+        (t.dtype, t.device, t.dim(), expression(t.shape[-1]), tuple(map(expression, t.stride())))
+        for t in (first, second)
+    ]
+    return described[0] == described[1]
+
+
+def _after(node: fx.Node) -> fx.Node:
+    """Where what reads ``node`` as it is made may stand; inputs come first."""
+    following = node.next
+    while following.op == "placeholder":
+        following = following.next
+    return following
+
+
+def _check_counts(emit: Emitter, rows: SortedRows) -> None:
+    """What ``split``, or the assignment of all rows, checked on the host is checked on the device."""
+    fits = emit.call(torch.eq, emit.method("sum", rows.counts), emit.size(rows.source, 0))
+    positive = emit.method("all", emit.call(torch.ge, rows.counts, 0))
+    message = "the experts' numbers of rows must not be negative, and sum to the number of rows"
+    emit.call(aten._assert_async.msg, emit.call(torch.logical_and, fits, positive), message)
+
+
+def _columns(emit: Emitter, order: fx.Node, rows: RoutedRows, axes: Sequence[str]) -> list[fx.Node]:
+    """The sorted rows as indices, one vector for each axis."""
+    slots = emit.method("to", order, torch.int64)
+    if len(axes) == 1:
+        return [slots]
+    top_k = emit.size(rows.selected, 1)
+    return [
+        emit.call(torch.remainder, slots, top_k) if axis == SLOT else emit.call(torch.floor_divide, slots, top_k)
+        for axis in axes
+    ]
+
+
+def _sizes(emit: Emitter, counts: fx.Node, column: fx.Node, row_sets: Sequence[RowSet]) -> list[fx.Node]:
+    """The number of rows of each expert, and of none, as numbers: read from the device once."""
+    if value_of(counts).device.type != "cpu":
+        counts = emit.method("to", counts, "cpu")
+    sizes = []
+    total = emit.size(column, 0)
+    for expert, rows in enumerate(row_sets):
+        size = emit.graph.call_method("item", (emit.call(operator.getitem, counts, expert),))
+        # The row sets' own number: all that is computed from them is on record with it.
+        value = value_of(rows.root)
+        number = (value[0] if isinstance(value, tuple | list) else value).shape[0]
+        size.meta.update(emit.meta, example_value=number, unbacked_bindings={number.node.expr: ()})
+        sizes.append(size)
+    sizes.append(emit.call(operator.sub, total, emit.call(torch.sym_sum, list(sizes))))
+    for size in sizes:
+        # Says to tracing that a number is a size, as Dynamo does.
+        emit.call(aten._assert_scalar.default, emit.call(operator.ge, size, 0), "an expert has a number of rows")
+    return sizes
+
+
+def _pieces(emit: Emitter, column: fx.Node, sizes: list[fx.Node]) -> list[fx.Node]:
+    """Of each expert; the rows of none, which are the last, are left out."""
+    pieces = emit.method("split", column, sizes)
+    return [emit.call(operator.getitem, pieces, expert) for expert in range(len(sizes) - 1)]
+
+
+# -- what is left over
+
+
+def erase_dead_counts(gm: fx.GraphModule, proved: Collection[SpeculativeRegion], analysis: EffectAnalysis) -> None:
+    """Erase what only the loops over hit experts and the branches used, with what it was counted from."""
+    present = set(gm.graph.nodes)
+    for region in proved:
+        if isinstance(region, NonEmptyBranch) and region.condition:
+            for node in (region.condition.node, region.condition.number):
+                if node in present:
+                    _erase_unused(gm, node, analysis)
+                    present = set(gm.graph.nodes)
+    for hits in [node for node in gm.graph.nodes if node.meta.get(HITS) in proved]:
+        waiting = [hits]
+        # Sizes of the nonzero, and the checks that it has between no and all rows.
+        for node in waiting:
+            waiting += [user for user in node.users if user not in waiting]
+        if all(_is_check_of_size(node, hits) for node in waiting[1:]):
+            counts = hits.args[0]
+            for node in sorted(waiting, reverse=True):
+                gm.graph.erase_node(node)
+            _erase_unused(gm, counts, analysis)
+
+
+def _is_check_of_size(node: fx.Node, hits: fx.Node) -> bool:
+    """The size of a nonzero, or a check that it lies between zero and the number of elements."""
+    if node.target is aten._assert_scalar.default:
+        return True
+    if node.target in (operator.ge, operator.le):
+        elements = value_of(hits.args[0]).numel()  # type: ignore[arg-type]
+        bound = node.args[1]
+        return isinstance(bound, int) and (bound <= 0 if node.target is operator.ge else bound >= elements)
+    return node.target is aten.sym_size.int
+
+
+def _erase_unused(gm: fx.GraphModule, node: Any, analysis: EffectAnalysis) -> None:
+    """The comparison, the sum and the mask behind a number of rows, or a vector of them."""
+    while isinstance(node, fx.Node) and not node.users and analysis.of(gm, node).kind is Kind.PURE:
+        source = node.args[0] if node.args else None
+        gm.graph.erase_node(node)
+        node = source
+
+
+def erase_numbers(gm: fx.GraphModule, loops: Iterable[GroupedLoop]) -> None:
+    """All numbers read from one vector of counts, unless something else needs one of them.
+
+    Then the checks stay too: tracing needs to know that the numbers are sizes.
+    """
+    by_counts: dict[fx.Node, set[fx.Node]] = defaultdict(set)
+    for loop in loops:
+        if isinstance(loop.partition, SortedRows):
+            by_counts[loop.partition.counts] |= loop.numbers
+    present = set(gm.graph.nodes)
+    for numbers in by_counts.values():
+        left = numbers & present
+        if all(user in left for node in left for user in node.users):
+            for node in sorted(left, reverse=True):
+                gm.graph.erase_node(node)
