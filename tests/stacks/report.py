@@ -41,14 +41,27 @@ class Report:
             for skip in p["skips"]
         ]
 
-    def assert_attention(self, kind: str, layers: int, graphs: int) -> None:
-        """All was captured, in so many graphs, and in each the attention of all layers is of this kind only."""
-        assert len(self.graphs) == graphs
-        assert not self.graph_breaks
-        assert not self.left_to_eager
-        for counts in self.counts("specialize_attention"):
-            found = {name: counts.get(name, 0) for name in KINDS}
-            assert found == {**dict.fromkeys(KINDS, 0), kind: layers}, self.skips("specialize_attention")
+    @property
+    def attention(self) -> list[dict[str, int]]:
+        """For each graph with attention, how many layers lost their mask, by what it is proved to show."""
+        found = [
+            {kind: counts[kind] for kind in KINDS if kind in counts} for counts in self.counts("specialize_attention")
+        ]
+        return [kinds for kinds in found if kinds]
+
+    def assert_attention(self, kind: str, layers: int, compiles: int, breaks: tuple[str, ...] = ()) -> None:
+        """The attention of all layers is of one kind, in so many graphs, and nothing is left to eager.
+
+        Args:
+            breaks: where another library's code ends a graph with every backend: what each reason begins with.
+        """
+        assert self.attention == [{kind: layers}] * compiles, self.skips("specialize_attention")
+        assert not self.skips("specialize_attention")
+        if breaks:
+            assert all(reason.startswith(breaks) for reason in self.graph_breaks), self.graph_breaks
+        else:
+            assert len(self.graphs) == compiles, self.graph_breaks
+            assert not self.left_to_eager
 
     def _summaries(self) -> list[dict[str, Any]]:
         return [json.loads(path.read_text()) for path in sorted(self.folder.rglob("summary.json"))]

@@ -70,17 +70,17 @@ def assert_trains_as_eager(folder: Any, rtol: float = 1e-5, **changes: Any) -> A
 
 def test_packed_batches(tmp_path, report):
     assert_trains_as_eager(tmp_path)
-    report.assert_attention("packed", LAYERS, graphs=2)
+    report.assert_attention("packed", LAYERS, compiles=2)
 
 
 def test_padded_batches(tmp_path, report):
     assert_trains_as_eager(tmp_path, collator=padded)
-    report.assert_attention("packed", LAYERS, graphs=2)
+    report.assert_attention("packed", LAYERS, compiles=2)
 
 
 def test_accumulated_gradients(tmp_path, report):
     assert_trains_as_eager(tmp_path, gradient_accumulation_steps=2)
-    report.assert_attention("packed", LAYERS, graphs=2)
+    report.assert_attention("packed", LAYERS, compiles=2)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -88,21 +88,21 @@ def test_checkpointing(tmp_path, report, use_reentrant):
     assert_trains_as_eager(
         tmp_path, gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": use_reentrant}
     )
-    report.assert_attention("packed", LAYERS, graphs=2)
+    report.assert_attention("packed", LAYERS, compiles=2)
 
 
 @pytest.mark.parametrize("collator", [packed, padded])
 def test_autocast_over_fp32_weights(tmp_path, report, collator):
     assert_trains_as_eager(tmp_path, collator=collator, bf16=True, rtol=2e-2)
-    report.assert_attention("packed", LAYERS, graphs=2)
+    report.assert_attention("packed", LAYERS, compiles=2)
 
 
 def test_evaluation_between_steps(tmp_path, report):
     trainer = assert_trains_as_eager(tmp_path, eval_strategy="steps", eval_steps=3)
     expected = trained(tmp_path, False, eval_strategy="steps", eval_steps=3)
     torch.testing.assert_close(logged(trainer, "eval_loss"), logged(expected, "eval_loss"))
-    # Two for training, and two without gradients.
-    report.assert_attention("packed", LAYERS, graphs=4)
+    # Those of the training: the Trainer evaluates the model that it was given, not what torch.compile made of it.
+    report.assert_attention("packed", LAYERS, compiles=2)
 
 
 def test_a_trained_model_generates(tmp_path, report):
@@ -112,7 +112,7 @@ def test_a_trained_model_generates(tmp_path, report):
         trainer.model.eval().generate(prompt, max_new_tokens=8, do_sample=False) for trainer in (expected, actual)
     ]
     assert torch.equal(*generated)
-    report.assert_attention("packed", LAYERS, graphs=2)
+    report.assert_attention("packed", LAYERS, compiles=2)
 
 
 def test_a_checkpoint_loads_and_goes_on(tmp_path, report):
@@ -129,4 +129,4 @@ def test_a_checkpoint_loads_and_goes_on(tmp_path, report):
     )
     resumed.train(resume_from_checkpoint=saved)
     torch.testing.assert_close(logged(resumed)[3:], logged(once)[3:])
-    report.assert_attention("packed", LAYERS, graphs=6)
+    report.assert_attention("packed", LAYERS, compiles=6)

@@ -61,4 +61,6 @@ def texts(rows: int, shortest: int = 4, longest: int = 20) -> Any:
 def token_rows(rows: int, shortest: int = 4, longest: int = 20) -> Any:
     """The same, tokenized: ``{"input_ids": ...}``."""
     encode = tokenizer()
-    return datasets.Dataset.from_list([{"input_ids": encode(row["text"])["input_ids"]} for row in texts(rows, shortest, longest)])
+    return datasets.Dataset.from_list(
+        [{"input_ids": encode(row["text"])["input_ids"]} for row in texts(rows, shortest, longest)]
+    )
