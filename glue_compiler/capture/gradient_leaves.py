@@ -67,6 +67,8 @@ def _changed_in(gm: fx.GraphModule, changed: dict[fx.Node, Any], effects: Effect
         elif node.op.startswith("call_") and not changed.keys().isdisjoint(node.all_input_nodes):
             if found.writes:  # the record of what is written to is the one that it has last
                 raise GlueGradientLeafError(f"'{node.name}' writes after requires_grad_()")
+            if not any(_asks(value_of(node))):  # the call makes no fewer tensors ask
+                continue
             if node in calls:
                 value = _result_of_body(calls[node], changed, effects)
             else:

@@ -112,6 +112,7 @@ def test_without_gradients():
     torch.testing.assert_close(actual, expected)
     assert actual.requires_grad == expected.requires_grad
     assert len(run.session.graphs) == 1
+    assert not run.session.capture_events
 
 
 def test_no_other_parameter_asks():

@@ -27,6 +27,7 @@ def causal_model(seed: int = 0, **changes: Any) -> Any:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=256,
+        use_cache=False,  # with one, transformers does not tell documents apart; Trainer switches it off by itself
         pad_token_id=PAD,
         bos_token_id=BEGIN,
         eos_token_id=END,
