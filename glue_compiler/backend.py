@@ -47,6 +47,7 @@ class GlueBackend:
     ) -> Callable[..., Any]:
         compat.warn_if_untested()
         pipeline = self._pipeline_for({"mode": mode, "options": options})
+        capture.check_leaves(gm)
         observer = watchers.watch(pipeline.options, self._session_for(pipeline.options))
         with self.rewrites.undone_on_error():
             reports = pipeline.run(gm, Stage.CAPTURED, observer)

@@ -52,3 +52,10 @@ class GlueSpeculationError(GlueError):
 
     Never reaches a user.
     """
+
+
+class GlueGradientLeafError(GlueError):
+    """A graph that depends on a call of ``requires_grad_`` that was left out of it; the frame is converted again.
+
+    Never reaches a user.
+    """

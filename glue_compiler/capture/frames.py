@@ -7,6 +7,7 @@ backends that is compiled meanwhile does not see them.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,10 +16,12 @@ from typing import Any, Protocol
 
 from glue_compiler import compat
 from glue_compiler.capture.expert_loops import SpeculativeRegions
+from glue_compiler.capture.gradient_leaves import GradientLeaves
 from glue_compiler.capture.guarded_branches import GuardedBranches
 from glue_compiler.capture.inference_mode import InferenceMode
 from glue_compiler.capture.size_assumptions import SizeAssumptions
 from glue_compiler.capture.traced_writes import TracedWrites
+from glue_compiler.errors import GlueGradientLeafError
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +89,21 @@ def convert_frame_with_loops(
     return convert_frame(convert, record)
 
 
+def convert_frame_with_leaves(convert: Callable[[], Any], record: Callable[[CaptureEvent], None]) -> Any:
+    """Convert one frame with ``requires_grad_()`` left out of its graphs, and once more as it is where that shows."""
+    try:
+        with compat.traced(GradientLeaves()):
+            return convert()
+    except Exception as error:
+        own = compat.glue_error_in(error)
+        if not isinstance(own, GlueGradientLeafError):
+            raise
+        reason = _first_line(own)
+    log.info("a frame is converted again, its calls of requires_grad_() left to Dynamo: %s", reason)
+    record(CaptureEvent(reason, retried=True))
+    return convert()
+
+
 def _convert(convert: Callable[[], Any], record: Callable[[CaptureEvent], None]) -> Any:
     try:
         return convert()
@@ -133,7 +151,8 @@ def install(backend_class: type[FrameOwner]) -> None:
 
     def hook(backend: FrameOwner, stored: Mapping[str, Any], code: CodeType, convert: Callable[[], Any]) -> Any:
         convert_one = convert_frame_with_loops if backend.begin_frame(stored, code) else convert_frame
+        record = functools.partial(backend.record_capture, stored)
         with compat.traced(InferenceMode()):
-            return convert_one(convert, lambda event: backend.record_capture(stored, event))
+            return convert_frame_with_leaves(lambda: convert_one(convert, record), record)
 
     compat.install_frame_hook(lambda backend: isinstance(backend, backend_class), hook)

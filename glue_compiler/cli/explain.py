@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 
 from glue_compiler.cli.console import console
@@ -21,6 +22,9 @@ STYLES = {
     "host sync once": "cyan",
     "ends at": "red",
 }
+
+
+WANTED = "returns no call to explain: return (model, args, kwargs), such as (model, (), {'input_ids': ids})"
 
 
 class TargetError(GlueError):
@@ -43,15 +47,20 @@ def explain(
 ) -> None:
     """Report graphs, graph breaks, rewrites, what was left alone and why, and the host syncs that remain.
 
-    FUNCTION takes no arguments. It may return `(model, args, kwargs)`, `(model, args)` or `(model,)`: then that call is
-    explained. Otherwise the function itself is. One forward runs, in eager operators; nothing is compiled to code.
+    FUNCTION takes no arguments. It may return `(model, args, kwargs)`, `(model, args)`, `(model, kwargs)` or
+    `(model,)`: then that call is explained. Otherwise the function itself is. One forward runs, in eager operators;
+    nothing is compiled to code.
     """
     import glue_compiler
 
-    model, args, kwargs = call_of(find(target))
+    function = find(target)
+    model, args, kwargs = call_of(function)
     options = dict(_key_and_value(text) for text in option or ())
+    explanation = glue_compiler.explain(model, *args, options=options, **kwargs)
+    if model is function and not explanation.graphs:
+        raise TargetError(f"'{target}' computes nothing with tensors, and {WANTED}")
     out = console()
-    for line in str(glue_compiler.explain(model, *args, options=options, **kwargs)).splitlines():
+    for line in str(explanation).splitlines():
         style = next((style for start, style in STYLES.items() if line.strip().startswith(start)), None)
         out.print(line, style=style, markup=False, soft_wrap=True)
 
@@ -93,14 +102,25 @@ def find(target: str) -> Callable[[], Any]:
 
 
 def call_of(function: Callable[[], Any]) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """The call to explain: what ``function`` returns, if that is ``(model, args, kwargs)``; else its own."""
-    match function():
+    """The call to explain: what ``function`` returns, if that is ``(model, args, kwargs)``; else its own.
+
+    Raises:
+        TargetError: it returns a model in another way.
+    """
+    match returned := function():
         case (model,) if callable(model):
             return model, (), {}
         case (model, tuple() | list() as args) if callable(model):
             return model, tuple(args), {}
+        case (model, dict() as kwargs) if callable(model):
+            return model, (), kwargs
         case (model, tuple() | list() as args, dict() as kwargs) if callable(model):
             return model, tuple(args), kwargs
+    found = returned if isinstance(returned, tuple | list) else (returned,)
+    if any(isinstance(each, torch.nn.Module) for each in found):
+        what = ", ".join(type(each).__name__ for each in found)
+        shown = f"({what})" if isinstance(returned, tuple | list) else f"a {what} alone"
+        raise TargetError(f"'{function.__name__}' returns {shown}, and so {WANTED}")
     return function, (), {}
 
 

@@ -70,6 +70,13 @@ class TracingObserver:
     def stepped(self, step: Step) -> None:
         """Dynamo has traced an instruction."""
 
+    def asks_for_gradient(self, node: fx.Node) -> bool:
+        """Traced code calls ``requires_grad_()`` of a tensor that it has made: is the call left out of the graph?
+
+        Dynamo's record of the tensor asks for a gradient from then on.
+        """
+        return False
+
     def created(self, token: Any) -> None:
         """Traced code made a Python object that can change; ``token`` stands for it."""
 
@@ -110,6 +117,9 @@ TRACING = Feature(
         "torch._dynamo.variables.lazy:LazyVariableTracker.realize": Uses(("self",)),
         "torch._dynamo.variables.lists:ListVariable": ANY,
         "torch._dynamo.variables.tensor:SymNodeVariable.evaluate_expr": Uses(("self", "output_graph")),
+        "torch._dynamo.variables.tensor:TensorVariable.method_requires_grad_": Uses(
+            ("self", "tx", "requires_grad"), ("as_proxy", "requires_grad")
+        ),
         "torch._dynamo.variables.tensor:TensorVariable.unpack_var_sequence": Uses(("self", "tx")),
     },
 )
@@ -179,6 +189,7 @@ def _install() -> None:
 
     parts = [
         (TensorVariable, "unpack_var_sequence", _unpack),
+        (TensorVariable, "method_requires_grad_", _ask),
         (InstructionTranslatorBase, "step", _step),
         (SymNodeVariable, "evaluate_expr", _evaluate),
         (SubgraphTracer, "create_proxy", _create),
@@ -211,6 +222,20 @@ def _unpack(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, tx, idxes)
 
     return unpack_var_sequence
+
+
+def _ask(original: Callable[..., Any]) -> Callable[..., Any]:
+    def method_requires_grad_(self: Any, tx: Any, requires_grad: Any = True) -> Any:
+        asked = requires_grad is True or (requires_grad.is_python_constant() and requires_grad.as_python_constant())
+        is_made_here = self.source is None and tx.output.current_tracer is tx.output.root_tracer
+        node = self.as_proxy().node
+        if asked is True and is_made_here and any(each.asks_for_gradient(node) for each in _observers.now):
+            node.meta["example_value"].requires_grad_()
+            self.requires_grad = True
+            return self
+        return original(self, tx, requires_grad)
+
+    return method_requires_grad_
 
 
 def _step(original: Callable[..., Any]) -> Callable[..., Any]:

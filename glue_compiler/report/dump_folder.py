@@ -66,7 +66,8 @@ class DumpFolder:
             except OSError as error:
                 self._has_failed = True
                 warnings.warn(
-                    f"the dump in {self._path or self.wanted} ends here, and the program goes on without it: {error}",
+                    f"the dump in {self._path or self.wanted} ends here, and the program goes on without it: {error} "
+                    "(option 'dump', or GLUE_DUMP, names the folder)",
                     GlueWarning,
                     stacklevel=3,
                 )

@@ -11,6 +11,7 @@ from glue_compiler.compat import inductor, offload_policies
 from glue_compiler.errors import GlueOffloadError, GlueWarning
 from glue_compiler.fuel import Fuel
 from glue_compiler.fx import bodies
+from glue_compiler.fx.values import value_of
 from glue_compiler.graph_pass import Numerics, PairPass, PassContext, PassResult, Skip
 from glue_compiler.passes.overlap_offload.checker import check_offload
 from glue_compiler.passes.overlap_offload.copies import find_round_trips, may_copy, save_sources
@@ -67,6 +68,10 @@ class OverlapOffload(PairPass):
             pair, context.shape_env, all_inputs=_moves_inputs(options), copied=[trip.source for trip in trips]
         )
         skips += more
+        if _moves_inputs(options) and _is_on_the_host(regions):
+            skips.insert(
+                0, Skip("this is a CPU: checkpoint inputs are in host memory anyway, and moving frees nothing")
+            )
         required = [region.index for region in regions if region.is_required]
         plan = self._plan(pair, regions, required, context)
         schedule = schedule_moves(pair, regions, _allowed(regions, plan.moved, context.fuel), BUFFERS)
@@ -105,6 +110,11 @@ class OverlapOffload(PairPass):
 
 def _moves_inputs(options: GlueOptions) -> bool:
     return options.offload is not None or options.memory_budget is not None
+
+
+def _is_on_the_host(regions: list[RegionTensors]) -> bool:
+    devices = {value_of(one.saved).device.type for region in regions for one in region.tensors}
+    return devices == {"cpu"}
 
 
 def _allowed(regions: list[RegionTensors], moved: Collection[int], fuel: Fuel) -> list[int]:

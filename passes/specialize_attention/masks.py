@@ -64,12 +64,29 @@ def classify_mask(mask: Mask, batch: Any, length: Any, reader: IndexReader, *, a
     meta = reader.operators.meta(mask.value)
     index = (sympy.Integer(0) if batch == 1 else BATCH, HEAD, QUERY, KEY)[4 - meta.rank :]
     try:
-        visible = _visible(reader.read(mask.value, index), meta.dtype)
-        if mask.role == "hides":
-            visible = sympy.Not(visible)
-        return _Classifier(visible, length, reader, assume_sorted).run()
+        element = reader.read(mask.value, index)
+        try:
+            visible = _visible(element, meta.dtype)
+            if mask.role == "hides":
+                visible = sympy.Not(visible)
+            return _Classifier(visible, length, reader, assume_sorted).run()
+        except UnknownMask as reason:
+            given = _input_matrix(element, reader)
+            raise UnknownMask(given) if given is not None else reason from None
     except (Unreadable, NotAView) as reason:
         raise UnknownMask(f"{reason}, so its contents are not known") from None
+
+
+def _input_matrix(element: Any, reader: IndexReader) -> str | None:
+    """What to say of a mask that reads an input of the graph at query and key."""
+    for read in element.atoms(sympy.core.function.AppliedUndef):
+        value = reader.leaves[str(read.func)]
+        if {QUERY, KEY} <= read.free_symbols and value.node.op == "placeholder":
+            return (
+                f"the mask is an input of the graph, '{value.node.name}', so its contents are not known; one that the "
+                "model computes from positions, lengths or document ids would be specialised"
+            )
+    return None
 
 
 def _visible(value: Any, dtype: torch.dtype) -> Any:

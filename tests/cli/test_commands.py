@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -34,6 +35,9 @@ def build():
 
 def plain():
     return torch.arange(3).nonzero()
+
+def nothing():
+    return None
 
 def needs(x):
     return x
@@ -210,10 +214,34 @@ def test_what_is_no_call_leaves_the_function_itself(returned):
 
 @pytest.mark.parametrize(
     ("returned", "call"),
-    [((max,), (max, (), {})), ((max, [1, 2]), (max, (1, 2), {})), ((max, (), {"key": abs}), (max, (), {"key": abs}))],
+    [
+        ((max,), (max, (), {})),
+        ((max, [1, 2]), (max, (1, 2), {})),
+        ((max, {"key": abs}), (max, (), {"key": abs})),
+        ((max, (), {"key": abs}), (max, (), {"key": abs})),
+    ],
 )
 def test_a_returned_call_is_explained(returned, call):
     assert call_of(lambda: returned) == call
+
+
+@pytest.mark.parametrize(
+    ("returned", "shown"),
+    [
+        (torch.nn.Linear(1, 1), "a Linear alone"),
+        ((torch.nn.Linear(1, 1), torch.ones(1)), "(Linear, Tensor)"),
+        ((torch.nn.Linear(1, 1), None, {}), "(Linear, NoneType, dict)"),
+    ],
+)
+def test_a_model_that_is_returned_in_another_way_says_what_to_return(returned, shown):
+    with pytest.raises(TargetError, match=re.escape(shown) + r".*return \(model, args, kwargs\)"):
+        call_of(lambda: returned)
+
+
+def test_a_function_without_tensors_says_what_to_return(module):
+    result = run("explain", f"{module}:nothing")
+    assert isinstance(result.exception, TargetError)
+    assert "return (model, args, kwargs)" in str(result.exception)
 
 
 # -- replay and bisect

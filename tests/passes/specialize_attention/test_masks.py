@@ -432,3 +432,27 @@ def test_more_keys_than_queries_keep_the_mask():
     run.call(*inputs())
     assert counts(run) == {}
     assert "as many keys" in run.report.passes[0].skips[0].reason
+
+
+@pytest.mark.parametrize(
+    ("mask", "given"),
+    [
+        (causal().double().log(), lambda mask: mask),
+        (causal(), lambda mask: mask),
+        (causal().repeat(2, 1), lambda mask: mask[:T] & True),
+        (causal().long(), lambda mask: mask == 1),
+    ],
+    ids=["added", "boolean", "a part", "compared"],
+)
+def test_a_mask_that_is_an_input_says_so(mask, given):
+    run = specialized(attention(given))
+    run.call(*inputs(), mask)
+    (reason,) = set(run.skip_reasons)
+    assert re.match("the mask is an input of the graph, '.*', so its contents are not known", reason)
+
+
+def test_a_vector_that_is_an_input_is_read():
+    run = specialized(attention(same))
+    run.call(*inputs(), ids_of_steps(POSITIONS))
+    assert run.skip_reasons
+    assert all("is an input of the graph" not in reason for reason in run.skip_reasons)

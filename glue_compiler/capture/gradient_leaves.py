@@ -1,0 +1,117 @@
+"""``x.requires_grad_()`` of a tensor that traced code has made, such as an embedding's output, without a graph break.
+
+peft and transformers put that call behind the embedding of a model whose base is frozen, so that checkpoints in it see
+an input that asks for a gradient. Dynamo ends the graph there (2.11), or where anything that comes of the tensor is
+returned (2.13).
+
+Lets the call through and leaves it out of the graph: what traced code reads of the tensor afterwards is as in eager
+code, and what is lost is the tensor's own gradient. That is safe where nobody can have it: the graph returns nothing
+that would ask for no gradient without the call (as the tensor, or what it alone makes ask), and nothing in the graph
+asks for gradients itself. Both are read from the operators in :func:`check_leaves`, which runs them on fake tensors
+that do not ask. Other frames are converted again, and left to Dynamo.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from glue_compiler import compat
+from glue_compiler.errors import GlueGradientLeafError
+from glue_compiler.fx import bodies
+from glue_compiler.fx.effects import EffectAnalysis, Kind
+from glue_compiler.fx.values import is_plain, tensors_in, value_of
+
+LEAF = "glue_gradient_leaf"
+"""Key in ``node.meta`` of a tensor that asks for a gradient in eager code, and not in the graph."""
+
+
+class GradientLeaves(compat.TracingObserver):
+    """Marks those of one frame."""
+
+    def asks_for_gradient(self, node: fx.Node) -> bool:
+        value = value_of(node)
+        if not isinstance(value, torch.Tensor) or not is_plain(value) or value.requires_grad:
+            return False
+        node.meta[LEAF] = True
+        return True
+
+
+def check_leaves(gm: fx.GraphModule) -> None:
+    """Raises GlueGradientLeafError if ``gm`` is not eager's program without the calls that were left out of it."""
+    if not any(LEAF in node.meta for node in gm.graph.nodes):
+        return
+    effects = EffectAnalysis.for_graph(gm)
+    effects.read_modes(gm)
+    changed = _changed_in(gm, {}, effects)
+    for node in _output_of(gm).all_input_nodes:
+        if node in changed:
+            raise GlueGradientLeafError(f"'{node.name}' is returned, and asks for a gradient by requires_grad_() only")
+
+
+def _changed_in(gm: fx.GraphModule, changed: dict[fx.Node, Any], effects: EffectAnalysis) -> dict[fx.Node, Any]:
+    """The nodes of ``gm`` that ask for a gradient in eager code and not in the graph → their values in the graph.
+
+    Args:
+        changed: the placeholders of which that is true.
+    """
+    calls = {call.node: call for call in bodies.run_once_calls(gm)}
+    for node in gm.graph.nodes:
+        found = effects.of(gm, node)
+        if found.kind is Kind.BARRIER:
+            raise GlueGradientLeafError(f"'{node.name}' may ask for gradients after requires_grad_()")
+        if LEAF in node.meta:
+            changed[node] = value_of(node).detach()
+        elif node.op.startswith("call_") and not changed.keys().isdisjoint(node.all_input_nodes):
+            if found.writes:  # the record of what is written to is the one that it has last
+                raise GlueGradientLeafError(f"'{node.name}' writes after requires_grad_()")
+            if not any(_asks(value_of(node))):  # the call makes no fewer tensors ask
+                continue
+            if node in calls:
+                value = _result_of_body(calls[node], changed, effects)
+            else:
+                value = _run(gm, node, changed, effects)
+            if _asks(value) != _asks(value_of(node)):
+                changed[node] = value
+    return changed
+
+
+def _result_of_body(call: bodies.BodyCall, changed: dict[fx.Node, Any], effects: EffectAnalysis) -> Any:
+    if len(call.operands) != len(call.placeholders):
+        raise GlueGradientLeafError(f"the body of '{call.node.name}' does not take what it is passed")
+    bound = zip(call.placeholders, call.operands, strict=True)
+    given = {place: changed[arg] for place, arg in bound if isinstance(arg, fx.Node) and arg in changed}
+    inside = _changed_in(call.body, given, effects)
+    return fx.map_arg(_output_of(call.body).args[0], lambda node: inside.get(node, value_of(node)))
+
+
+def _run(gm: fx.GraphModule, node: fx.Node, changed: dict[fx.Node, Any], effects: EffectAnalysis) -> Any:
+    def argument(operand: fx.Node) -> Any:
+        value = changed.get(operand, value_of(operand))
+        # Aliases: what is on record is not to be written, nor to be part of another autograd graph.
+        return fx.node.map_aggregate(value, lambda leaf: _alias(leaf) if isinstance(leaf, torch.Tensor) else leaf)
+
+    mode, fake_mode = effects.mode_of(gm, node), effects.fake_mode
+    args, kwargs = fx.map_arg((node.args, node.kwargs), argument)
+    try:
+        # What asks for a gradient on record was made with autograd on.
+        with mode.entered(), torch.enable_grad(), compat.speculation(fake_mode, fake_mode and fake_mode.shape_env):
+            if node.op == "call_method":
+                return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+            return node.target(*args, **kwargs)  # type: ignore[operator]
+    except Exception as failure:
+        raise GlueGradientLeafError(f"'{node.name}' does not run after requires_grad_(): {failure}") from failure
+
+
+def _alias(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _asks(value: Any) -> list[bool]:
+    return [tensor.requires_grad for tensor in tensors_in(value)]
+
+
+def _output_of(gm: fx.GraphModule) -> fx.Node:
+    return next(iter(reversed(gm.graph.nodes)))

@@ -1,0 +1,170 @@
+"""``requires_grad_()`` of what traced code has made: one graph where nobody can tell, and near misses that break."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.captured import compile_with_glue
+
+IDS = torch.tensor([1, 3, 0, 2])
+
+
+def ask_for_gradient(module: nn.Module, args: Any, output: Tensor) -> None:
+    output.requires_grad_(True)
+
+
+class Adapted(nn.Module):
+    """A frozen base with a trained adapter; a hook makes the embedding's output ask for a gradient, as peft's does."""
+
+    def __init__(self, **how: Any) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.how = how
+        self.embedding = nn.Embedding(5, 4, dtype=torch.float64)
+        self.base, self.down, self.up = (nn.Linear(4, 4, dtype=torch.float64) for _ in range(3))
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
+        for frozen in (*self.embedding.parameters(), *self.base.parameters()):
+            frozen.requires_grad = False
+        self.embedding.register_forward_hook(ask_for_gradient)
+
+    def layer(self, x: Tensor) -> Tensor:
+        return x + self.base(F.silu(x)) + self.up(self.down(x))
+
+    def forward(self, ids: Tensor) -> Any:
+        x = self.embedding(ids)
+        if "use_reentrant" in self.how:
+            out = checkpoint(self.layer, x, use_reentrant=self.how["use_reentrant"])
+        else:
+            out = self.layer(x)
+        match self.how.get("returns"):
+            case "embedding":
+                return out, x
+            case "view":
+                return out, x[0]
+            case "frozen":
+                return out, self.base(x)
+            case "flags":
+                return out * (2.0 if x.requires_grad and x.is_leaf and not self.base(x).is_leaf else 1.0)
+            case "detached":
+                return out, x.detach()
+        return out
+
+
+def results(model: nn.Module, call: Any) -> list[Any]:
+    """What is returned and whether it asks for a gradient, and all gradients."""
+    model.zero_grad()
+    found = call(IDS)
+    outputs = list(found) if isinstance(found, tuple) else [found]
+    sum((out * torch.arange(1.0, out.numel() + 1).view(out.shape)).sum() for out in outputs).backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    return [*outputs, *(out.requires_grad for out in outputs), *gradients]
+
+
+def assert_as_eager(model: nn.Module) -> list[Any]:
+    """Returns what capture had to try again."""
+    run = compile_with_glue(model, fullgraph=False)
+    expected, actual = results(model, model), results(model, run.call)
+    for got, want in zip(actual, expected, strict=True):
+        assert type(got) is type(want)
+        if isinstance(want, Tensor):
+            torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+        else:
+            assert got == want
+    retried = [event.reason for event in run.session.capture_events if event.retried]
+    assert len(run.session.graphs) == 1 or retried
+    return retried
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"use_reentrant": False},
+        {"use_reentrant": True},
+        {"returns": "flags"},
+        {"returns": "detached"},
+    ],
+    ids=str,
+)
+def test_a_tensor_that_stays_inside(how):
+    assert assert_as_eager(Adapted(**how)) == []
+
+
+@pytest.mark.parametrize("returns", ["embedding", "view", "frozen"])
+def test_one_that_is_returned_and_what_it_alone_makes_ask(returns):
+    (reason,) = assert_as_eager(Adapted(returns=returns))
+    assert "is returned, and asks for a gradient by requires_grad_() only" in reason
+
+
+def test_without_gradients():
+    model = Adapted()
+    run = compile_with_glue(model)
+    with torch.no_grad():
+        actual, expected = run.call(IDS), model(IDS)
+    torch.testing.assert_close(actual, expected)
+    assert actual.requires_grad == expected.requires_grad
+    assert len(run.session.graphs) == 1
+    assert not run.session.capture_events
+
+
+def test_no_other_parameter_asks():
+    model = Adapted().requires_grad_(False)
+    assert assert_as_eager(model)
+
+
+def gradient_of_own_leaf(x: Tensor, weight: Tensor) -> Tensor:
+    leaf = (x * 2).detach()
+    leaf.requires_grad_(True)
+    loss = (leaf * weight).sum()
+    (gradient,) = torch.autograd.grad(loss, leaf, retain_graph=True)
+    return gradient.detach() + weight.sum()
+
+
+def backward_inside(x: Tensor, weight: Tensor) -> Tensor:
+    leaf = (x * 2).detach()
+    leaf.requires_grad_(True)
+    (leaf * leaf).sum().backward()
+    return leaf.grad + weight
+
+
+def hook_on_the_leaf(x: Tensor, weight: Tensor) -> Tensor:
+    leaf = (x * 2).detach()
+    leaf.requires_grad_(True)
+    leaf.register_hook(SEEN.append)
+    return leaf * weight
+
+
+def write_to_what_comes_of_it(x: Tensor, weight: Tensor) -> Tensor:
+    leaf = (x * 2).detach()
+    leaf.requires_grad_(True)
+    sums = torch.zeros_like(x)
+    sums.add_(leaf)
+    return sums * weight, sums.detach()
+
+
+SEEN: list[Tensor] = []
+
+
+@pytest.mark.parametrize(
+    "fn", [gradient_of_own_leaf, backward_inside, hook_on_the_leaf, write_to_what_comes_of_it], ids=lambda f: f.__name__
+)
+def test_code_that_asks_for_the_gradient_itself(fn):
+    x = torch.arange(3.0, dtype=torch.float64)
+    found = []
+    for call in (fn, compile_with_glue(fn, fullgraph=False).call):
+        SEEN.clear()
+        weight = torch.ones(3, dtype=torch.float64, requires_grad=True)
+        out = call(x, weight)
+        out = out[0] if isinstance(out, tuple) else out
+        (out * out).sum().backward()
+        found.append([out.detach(), weight.grad, *SEEN])
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want)

@@ -1,0 +1,118 @@
+"""TRL's trainers: supervised packed in all ways, preferences, and reinforcement with generation in between."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from tests.stacks.tiny import LAYERS, causal_model, datasets, texts, tokenizer, words
+
+trl = pytest.importorskip("trl")
+
+STEPS = 4
+# Of the loss that TRL computes in chunks: torch.compile ends the graph at its products into slices of a buffer.
+CHUNKED_LOSS = ("Attempted to call op with non-contiguous `out=` tensor",)
+COMMON = {
+    "use_cpu": True,
+    "bf16": False,
+    "per_device_train_batch_size": 4,
+    "max_steps": STEPS,
+    "learning_rate": 1e-2,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+}
+
+
+def losses(trainer: Any) -> torch.Tensor:
+    trainer.train()
+    return torch.tensor([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+
+
+def assert_trains_as_eager(build: Any, **changes: Any) -> None:
+    """``build`` makes a trainer from keyword arguments for its configuration."""
+    expected, actual = (
+        losses(build(**{**COMMON, **how, **changes})) for how in ({}, {"torch_compile_backend": "glue"})
+    )
+    assert len(expected) == STEPS
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+def supervised(folder: Any, data: Any) -> Any:
+    def build(**changes: Any) -> Any:
+        torch._dynamo.reset()
+        return trl.SFTTrainer(
+            model=causal_model(),
+            args=trl.SFTConfig(output_dir=str(folder), **{"max_length": 48, **changes}),
+            train_dataset=data,
+            processing_class=tokenizer(),
+        )
+
+    return build
+
+
+@pytest.mark.parametrize(
+    ("changes", "compiles"),
+    [
+        ({"packing": True, "packing_strategy": "bfd"}, 2),
+        ({"packing": True, "packing_strategy": "wrapped"}, 1),
+        ({"padding_free": True, "max_length": None}, 2),
+    ],
+    ids=["bfd", "wrapped", "padding_free"],
+)
+def test_supervised(tmp_path, report, changes, compiles):
+    assert_trains_as_eager(supervised(tmp_path, texts(160 if "packing" in changes else 16)), **changes)
+    report.assert_attention("packed", LAYERS, compiles, breaks=CHUNKED_LOSS)
+
+
+def test_the_loss_of_completions_only(tmp_path, report):
+    generator = random.Random(0)
+    rows = [{"prompt": words(generator, 3, 8), "completion": " " + words(generator, 3, 8)} for _ in range(16)]
+    data = datasets.Dataset.from_list(rows)
+    assert_trains_as_eager(supervised(tmp_path, data), completion_only_loss=True)
+    report.assert_attention("packed", LAYERS, compiles=2, breaks=CHUNKED_LOSS)
+
+
+def test_preferences(tmp_path, report):
+    generator = random.Random(0)
+    rows = [{name: words(generator, 3, 8) for name in ("prompt", "chosen", "rejected")} for _ in range(16)]
+
+    def build(**changes: Any) -> Any:
+        torch._dynamo.reset()
+        return trl.DPOTrainer(
+            model=causal_model(),
+            ref_model=causal_model(seed=1),
+            args=trl.DPOConfig(output_dir=str(tmp_path), max_length=48, **changes),
+            train_dataset=datasets.Dataset.from_list(rows),
+            processing_class=tokenizer(),
+        )
+
+    assert_trains_as_eager(build)
+    report.assert_attention("packed", LAYERS, compiles=2, breaks=CHUNKED_LOSS)
+
+
+def test_reinforcement(tmp_path, report):
+    generator = random.Random(0)
+    rows = [{"prompt": words(generator, 3, 8)} for _ in range(16)]
+
+    def count_of_words(completions: list[str], **_: Any) -> list[float]:
+        return [float(text.count("w1")) for text in completions]
+
+    def build(**changes: Any) -> Any:
+        torch._dynamo.reset()
+        return trl.GRPOTrainer(
+            model=causal_model(),
+            reward_funcs=count_of_words,
+            args=trl.GRPOConfig(
+                output_dir=str(tmp_path), num_generations=2, max_completion_length=6, beta=0.1, **changes
+            ),
+            train_dataset=datasets.Dataset.from_list(rows),
+            processing_class=tokenizer(),
+        )
+
+    assert_trains_as_eager(build)
+    report.assert_attention("packed", LAYERS, compiles=2, breaks=CHUNKED_LOSS)
