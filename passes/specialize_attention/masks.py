@@ -237,7 +237,7 @@ class _Classifier:
     def _least(self, difference: Any) -> Any:
         """The least value of a linear expression over all queries and keys; minus infinity if it is not known."""
         linear = sympy.Poly(difference, QUERY, KEY) if difference.is_polynomial(QUERY, KEY) else None
-        if linear is None or linear.total_degree() > 1 or difference.free_symbols - {QUERY, KEY}:
+        if linear is None or linear.total_degree() > 1 or not all(factor.is_number for factor in linear.coeffs()):
             return -sympy.oo
         if not isinstance(self.length, int):
             return -sympy.oo
