@@ -178,6 +178,19 @@ def test_one_slot_assigns(make):
     assert_grouped(run)
 
 
+def test_assigning_into_another_layout_is_left_alone():
+    """The rows of all experts cannot stand for it, and there is nothing to add them to."""
+
+    def columns_first(x):
+        return torch.empty_like(x.detach().t().contiguous().t())
+
+    selected = torch.tensor([0, 3, 1, 1, 2, 0])
+    inputs = [tensor if i != 1 else tensor[:, :1] for i, tensor in enumerate(inputs_for(selected[:, None]))]
+    run = compiled(assigned(columns_first))
+    assert_close_to_eager(assigned(columns_first), run.call, selected, inputs)
+    assert_left_alone(run, "another layout")
+
+
 def test_assigning_into_other_values_is_left_alone():
     """A token of no expert keeps them."""
     loop = assigned(torch.ones_like)
