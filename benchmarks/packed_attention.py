@@ -1,12 +1,12 @@
 """Training steps of models whose attention needs no mask, on one GPU: eager, Inductor, glue, and written by hand.
 
-    python -m benchmarks.packed_attention [--cases packed,unpacked:4] [--variants inductor,glue]
+    python -m benchmarks.packed_attention [--cases mixed,mixed-varying,unpacked:4] [--variants inductor,glue]
 
 A step is forward and backward, without an optimizer; random weights, bf16, transformers' sdpa attention except where it
 is written by hand. All variants of a case compile side by side, each in its own process, and are timed one after the
 other once all are ready; "--together" lets the cases compile side by side too. "graphs" counts what Dynamo captured,
-"later" of them after the first step: recompiles. "attention", "products" and "others" add up the kernels of one more
-step, in milliseconds.
+"later" of them after the first step: recompiles, one of which a varying case needs. "token_us" is microseconds for a
+token. "attention", "products" and "others" add up the kernels of one more step, in milliseconds.
 
 "varlen by hand" and "flex by hand" replace the attention of every layer by torch's varlen_attn or flex_attention, with
 metadata that is made outside of the model, before the clock starts; "operators by hand" calls glue's from there.
@@ -37,7 +37,8 @@ class Case:
     """A model and its batches.
 
     ``documents``: lengths in every row; empty: not packed; ``None``: new ones each step. ``padding``: rows are half
-    full to full, and padded on the right.
+    full to full, and padded on the right. ``least``: rows have from so many tokens to ``length``, other numbers each
+    step; the graph that serves them all is compiled at the second.
     """
 
     hidden: int
@@ -52,6 +53,7 @@ class Case:
     frozen: bool = False
     lora: bool = False
     padding: bool = False
+    least: int | None = None
 
 
 CASES = {
@@ -60,6 +62,10 @@ CASES = {
     "padded": Case(1024, 3072, 28, 16, 8, 4, 2048, (), padding=True),
     "unpacked": Case(4096, 12288, 16, 32, 8, 2, 8192, (), checkpointing=True, frozen=True),
     "lora": Case(5120, 17408, 40, 40, 8, 1, 8192, (1024,) * 8, lora=True),
+    "mixed-varying": Case(1024, 3072, 28, 16, 8, 1, 8192, None, least=6000),
+    "padded-varying": Case(1024, 3072, 28, 16, 8, 4, 2048, (), padding=True, least=1500),
+    "unpacked-varying": Case(4096, 12288, 16, 32, 8, 2, 8192, (), checkpointing=True, frozen=True, least=6000),
+    "lora-varying": Case(5120, 17408, 40, 40, 8, 1, 8192, None, lora=True, least=6000),
 }
 NAMES = {
     "packed": "Qwen3-0.6B shape, 16 documents of 512",
@@ -67,6 +73,10 @@ NAMES = {
     "padded": "Qwen3-0.6B shape, 4 rows of 1024 to 2048 tokens, padded",
     "unpacked": "8B-like, 2 x 8192 tokens, not packed, checkpointing, frozen base",
     "lora": "Qwen3-14B shape with LoRA, 8 documents of 1024",
+    "mixed-varying": "Qwen3-0.6B shape, documents of 64 to 4096, 6000 to 8192 tokens",
+    "padded-varying": "Qwen3-0.6B shape, 4 rows, padded to 1500 to 2048 tokens",
+    "unpacked-varying": "8B-like, 2 x 6000 to 8192 tokens, not packed, checkpointing, frozen base",
+    "lora-varying": "Qwen3-14B shape with LoRA, documents of 64 to 4096, 6000 to 8192 tokens",
 }
 KINDS = {"attention": ("sdpa", "flash", "fmha", "flex", "attention"), "products": ("gemm", "nvjet", "cutlass", "xmma")}
 """Words in the names of kernels."""
@@ -117,14 +127,19 @@ def make_batches(case: Case, number: int) -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(0)
     batches = []
     for _ in range(number):
-        lengths = random_lengths(case.length, generator) if case.documents is None else case.documents
-        batch = {"inputs_embeds": torch.randn(case.rows, case.length, case.hidden, device=DEVICE, dtype=torch.bfloat16)}
+        length = case.length
+        if case.least is not None:
+            length = int(torch.randint(case.least, case.length + 1, (), generator=generator))
+        lengths = random_lengths(length, generator) if case.documents is None else case.documents
+        batch = {"inputs_embeds": torch.randn(case.rows, length, case.hidden, device=DEVICE, dtype=torch.bfloat16)}
         if lengths:
             positions = torch.cat([torch.arange(length) for length in lengths])
             batch["position_ids"] = positions.expand(case.rows, -1).to(DEVICE)
         if case.padding:
-            number = torch.randint(case.length // 2, case.length + 1, (case.rows, 1), generator=generator)
-            batch["attention_mask"] = (torch.arange(case.length) < number).long().to(DEVICE)
+            filled = torch.randint(length // 2, length + 1, (case.rows, 1), generator=generator)
+            if case.least is not None:
+                filled[0] = length  # the longest row, which the others are padded to
+            batch["attention_mask"] = (torch.arange(length) < filled).long().to(DEVICE)
         batches.append(batch)
     return batches
 
@@ -137,11 +152,10 @@ def varlen_by_hand(case: Case) -> tuple[Callable[..., Any], Callable[[Tensor], d
     def attend(
         module: Any, q: Tensor, k: Tensor, v: Tensor, _: Any, scaling: float, cu_seqlens: Tensor, **__: Any
     ) -> Any:
+        length = q.shape[2]
         flat = (each.transpose(1, 2).flatten(0, 1) for each in (q, k, v))
-        out = varlen_attn(
-            *flat, cu_seqlens, cu_seqlens, case.length, case.length, scale=scaling, window_size=(-1, 0), **grouped
-        )
-        return out.view(case.rows, case.length, *out.shape[1:]), None
+        out = varlen_attn(*flat, cu_seqlens, cu_seqlens, length, length, scale=scaling, window_size=(-1, 0), **grouped)
+        return out.view(case.rows, length, *out.shape[1:]), None
 
     def prepare(starts: Tensor) -> dict[str, Any]:
         cu_seqlens = torch.ops.glue.exact_document_offsets(starts)
@@ -164,7 +178,7 @@ def flex_by_hand(case: Case) -> tuple[Callable[..., Any], Callable[[Tensor], dic
         def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
             return (ids[b, q] == ids[b, k]) & (q >= k)
 
-        return {"attention_mask": create_block_mask(visible, case.rows, None, case.length, case.length)}
+        return {"attention_mask": create_block_mask(visible, case.rows, None, *2 * (starts.shape[1],))}
 
     return attend, prepare
 
@@ -176,12 +190,12 @@ def operators_by_hand(case: Case) -> tuple[Callable[..., Any], Callable[[Tensor]
         if case.documents == ():
             return glue.causal_attention(q, k, v, scaling).transpose(1, 2), None
         cu_seqlens, blocks = packed["cu_seqlens"], packed["blocks"]
-        out = glue.packed_attention(q, k, v, cu_seqlens, case.length, True, -1, scaling, blocks)
+        out = glue.packed_attention(q, k, v, cu_seqlens, q.shape[2], True, -1, scaling, blocks)
         return out.transpose(1, 2), None
 
     def prepare(starts: Tensor) -> dict[str, Any]:
         cu_seqlens = glue.document_offsets(starts)
-        return {"cu_seqlens": cu_seqlens, "blocks": glue.document_blocks(cu_seqlens, case.rows, case.length, True)}
+        return {"cu_seqlens": cu_seqlens, "blocks": glue.document_blocks(cu_seqlens, *starts.shape, True)}
 
     return attend, prepare
 
@@ -193,8 +207,8 @@ BY_HAND = {
 }
 
 
-def make_steps(case: Case, variant: str, number: int) -> Iterator[Callable[[Callable[[], None]], None]]:
-    """One step after the other; a step calls its argument between forward and backward."""
+def make_steps(case: Case, variant: str, number: int) -> Iterator[tuple[Callable[[Callable[[], None]], None], int]]:
+    """One step after the other, and its tokens; a step calls its argument between forward and backward."""
     model = make_model(case)
     batches = make_batches(case, number)
     base = model.get_base_model() if case.lora else model
@@ -205,15 +219,16 @@ def make_steps(case: Case, variant: str, number: int) -> Iterator[Callable[[Call
         AttentionInterface.register("by_hand", attend)
         base.config._attn_implementation = "by_hand"
         for batch in batches:
-            starts = torch.zeros(case.rows, case.length, dtype=torch.bool, device=DEVICE)
+            starts = torch.zeros(batch["inputs_embeds"].shape[:2], dtype=torch.bool, device=DEVICE)
             batch.update(prepare(batch["position_ids"] == 0 if "position_ids" in batch else starts))
     call = model
     if variant != "eager":
         how: dict[str, Any] = {"backend": "inductor"}
         if variant == "glue":
             how = {"backend": "glue", "options": {"passes": {"specialize_attention": True}}}
-        call = torch.compile(model, **how, fullgraph=True, dynamic=None if case.documents is None else False)
-    target = torch.randn_like(batches[0]["inputs_embeds"])
+        is_one_size = case.documents is not None and case.least is None
+        call = torch.compile(model, **how, fullgraph=True, dynamic=False if is_one_size else None)
+    target = torch.randn(case.rows, case.length, case.hidden, device=DEVICE, dtype=torch.bfloat16)
     learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for batch in batches:
         embeddings = batch["inputs_embeds"].requires_grad_()
@@ -223,9 +238,9 @@ def make_steps(case: Case, variant: str, number: int) -> Iterator[Callable[[Call
                 each.grad = None
             hidden = call(**batch).last_hidden_state
             between()
-            hidden.backward(target)
+            hidden.backward(target[:, : hidden.shape[1]])
 
-        yield step
+        yield step, embeddings.shape[0] * embeddings.shape[1]
 
 
 def kernel_times(step: Callable[[Callable[[], None]], None]) -> dict[str, Any]:
@@ -258,7 +273,7 @@ def measure(connection: Connection, case: Case, variant: str, rounds: int) -> No
 
     try:
         torch.manual_seed(0)
-        steps = list(make_steps(case, variant, 3 + rounds))
+        steps, tokens = zip(*make_steps(case, variant, 3 + rounds), strict=True)
         start = time.perf_counter()
         steps[0](lambda: None)
         torch.cuda.synchronize()
@@ -286,6 +301,7 @@ def measure(connection: Connection, case: Case, variant: str, rounds: int) -> No
                 "forward_ms": forward,
                 "backward_ms": backward,
                 "step_ms": statistics.median(map(sum, times)),
+                "token_us": statistics.median(sum(t) / n * 1000 for t, n in zip(times, tokens[3:], strict=True)),
                 "peak_gib": peak / 2**30,
                 "first_s": compiling,
                 "graphs": graphs,

@@ -1,6 +1,7 @@
 """Packed-batch metadata of models that are compiled layer by layer: per layer, once per batch by glue, once by hand.
 
     python -m benchmarks.packed_metadata [--models qwen3-0.6b llama-1b qwen3-14b-lora] [--metadata varlen mask]
+                                         [--lengths fixed varying]
 
 Random weights in the published shapes; one row of packed documents; bf16 on CUDA. Every variant runs the same model
 object, in turn within each round, so that a machine that drifts drifts for all:
@@ -12,6 +13,7 @@ object, in turn within each round, so that a machine that drifts drifts for all:
 
 ``varlen`` metadata is ``cu_seqlens`` and ``max_seqlen`` (two host syncs); ``mask`` is dense, ``[tokens, tokens]``.
 Times are medians in ms: a training forward, and forward with backward. Each step has a batch that no step had before.
+Where lengths are ``varying`` it has another total, of three quarters of ``--tokens`` to all of them.
 """
 
 from __future__ import annotations
@@ -124,8 +126,11 @@ def _shape(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: in
 class Runner:
     """One model and its variants."""
 
-    def __init__(self, name: str, metadata: str, variants: list[str], arguments: argparse.Namespace) -> None:
+    def __init__(
+        self, name: str, metadata: str, lengths: str, variants: list[str], arguments: argparse.Namespace
+    ) -> None:
         self.metadata, self.device, self.tokens = metadata, arguments.device, arguments.tokens
+        self.varies = lengths == "varying"
         self.model = build(name, arguments.layers, arguments.device)
         base = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
         self.base: Any = base
@@ -141,11 +146,14 @@ class Runner:
 
     def batch(self) -> dict[str, Tensor]:
         """Documents of 64 to 1024 tokens, about 16 in 8192."""
+        tokens = self.tokens
+        if self.varies:
+            tokens = int(torch.randint(tokens * 3 // 4, tokens + 1, (1,), generator=self.generator))
         lengths: list[int] = []
-        while sum(lengths) < self.tokens:
+        while sum(lengths) < tokens:
             longest = max(65, self.tokens // 8)
             lengths.append(int(torch.randint(64, longest, (1,), generator=self.generator)))
-        positions = torch.cat([torch.arange(n) for n in lengths])[None, : self.tokens]
+        positions = torch.cat([torch.arange(n) for n in lengths])[None, :tokens]
         ids = torch.randint(0, 32000, positions.shape, generator=self.generator)
         return {"input_ids": ids.to(self.device), "position_ids": positions.to(self.device)}
 
@@ -162,7 +170,7 @@ class Runner:
         elif variant == "oracle":
             given["packed"] = packed_mask(batch["position_ids"])
         hidden = self.model(**batch, **given).last_hidden_state
-        return (hidden.float() * self.target).sum()
+        return (hidden.float() * self.target[:, : hidden.shape[1]]).sum()
 
     def step(self, variant: str, batch: dict[str, Tensor]) -> tuple[float, float, float]:
         """(forward ms, step ms, loss)"""
@@ -205,9 +213,9 @@ def warm_up(runner: Runner, variant: str) -> str | None:
     return None
 
 
-def measure(name: str, metadata: str, arguments: argparse.Namespace) -> None:
+def measure(name: str, metadata: str, lengths: str, arguments: argparse.Namespace) -> None:
     variants = list(arguments.variants)
-    runner = Runner(name, metadata, variants, arguments)
+    runner = Runner(name, metadata, lengths, variants, arguments)
     forward: dict[str, list[float]] = {v: [] for v in variants}
     step: dict[str, list[float]] = {v: [] for v in variants}
     first: dict[str, float] = {}
@@ -229,7 +237,8 @@ def measure(name: str, metadata: str, arguments: argparse.Namespace) -> None:
             step[variant].append(times[1])
             losses[variant] = times[2]
     device = torch.cuda.get_device_name() if arguments.device == "cuda" else "CPU"
-    title = f"{name}, {metadata}, {len(runner.layers)} layers, {arguments.tokens} tokens, {arguments.rounds} rounds"
+    tokens = f"{arguments.tokens} tokens" if lengths == "fixed" else f"up to {arguments.tokens} tokens, varying"
+    title = f"{name}, {metadata}, {len(runner.layers)} layers, {tokens}, {arguments.rounds} rounds"
     print(f"\n{title}, torch {torch.__version__} on {device}; published for the hand-made form: {PUBLISHED.get(name)}")
     print(
         "| variant | forward ms | step ms | forward, x oracle | step, x oracle | warm-up s | nonzero | reads | loss |"
@@ -262,6 +271,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", default=["qwen3-0.6b", "llama-1b", "qwen3-14b-lora"])
     parser.add_argument("--metadata", nargs="+", default=["varlen", "mask"], choices=("varlen", "mask"))
+    parser.add_argument("--lengths", nargs="+", default=["fixed", "varying"], choices=("fixed", "varying"))
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--layers", type=int)
@@ -272,8 +282,9 @@ def main() -> None:
     with torch._dynamo.config.patch(CAPTURE_FLAGS):
         for name in arguments.models:
             for metadata in arguments.metadata:
-                torch._dynamo.reset()
-                measure(name, metadata, arguments)
+                for lengths in arguments.lengths:
+                    torch._dynamo.reset()
+                    measure(name, metadata, lengths, arguments)
 
 
 if __name__ == "__main__":

@@ -182,7 +182,13 @@ def packed_attention(
         mask: Callable[..., Tensor] = is_visible_and_past if is_causal else is_visible
         if seen:
             mask = is_visible_and_past_and_seen if is_causal else is_visible_and_seen
-        return attention.flex_attention(query, key, value, lists, BLOCK, mask, (*ends, *seen), scale)
+        if query.is_cuda:
+            return attention.flex_attention(query, key, value, lists, BLOCK, mask, (*ends, *seen), scale)
+        # Elsewhere torch rounds the scores to the operands' dtype, which its kernel on a GPU does not.
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        with torch.autocast(query.device.type, enabled=False):
+            wide = (tensor.to(dtype) for tensor in (query, key, value))
+            return attention.flex_attention(*wide, lists, BLOCK, mask, (*ends, *seen), scale).to(query.dtype)
     flat = (tensor.transpose(1, 2).reshape(batch * length, tensor.shape[1], size) for tensor in (query, key, value))
     out, _ = varlen_attention(*flat, cu_seqlens, max_seqlen, is_causal, window, scale)
     return out.view(batch, length, heads, size).transpose(1, 2)

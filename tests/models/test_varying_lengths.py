@@ -48,7 +48,7 @@ def test_packed(kind, attentions, experts):
     [
         pytest.param(PADDED, id="right"),
         pytest.param(LEFT, id="left", marks=pytest.mark.slow),
-        pytest.param(BOTH, id="packed"),
+        pytest.param(BOTH, id="packed", marks=pytest.mark.slow),
     ],
 )
 def test_padded(batches, kind):
@@ -58,6 +58,7 @@ def test_padded(batches, kind):
     assert all(counts["merged"] >= 2 for counts in training.rewrites)
 
 
+@pytest.mark.slow
 def test_whole_rows():
     training = Training(tiny("llama"))
     training.train(WHOLE)
@@ -112,7 +113,10 @@ def test_evaluation_between_the_steps():
 
 @pytest.mark.slow
 def test_layers_compiled_one_by_one():
-    """Their mask is an input, which proves nothing; two compiles serve all layers, and results are those of eager."""
+    """Their mask is an input, which proves nothing; two compiles serve all layers, and results are those of eager.
+
+    For a row of one document transformers, which runs in eager here, makes no mask at all: that is another graph.
+    """
 
     def each_layer(model, how):
         for layer in model.model.layers:
@@ -120,5 +124,5 @@ def test_layers_compiled_one_by_one():
         return model
 
     training = Training(tiny("llama"), compile=each_layer)
-    training.train(PACKED)
+    training.train(batch for batch in PACKED if len(batch["position_ids"][batch["position_ids"] == 0]) > 1)
     assert_all_fired(training, compiles=2, attentions={})

@@ -115,6 +115,21 @@ def test_hidden_keys_are_seen_by_no_query(hidden, is_causal, window):
         torch.testing.assert_close(got, want)
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("kernel", ["flex", "varlen"])
+def test_half_precision_rounds_the_result_and_not_the_scores(kernel, autocast):
+    """As kernels on a GPU do. Scores of 30 that are rounded to bf16 change weights by a tenth."""
+    starts, inputs = documents(), [10 * each for each in leaves(300, 2, torch.float32)]
+    inputs = [each.bfloat16().to(torch.float32 if autocast else torch.bfloat16) for each in inputs]
+    cu_seqlens = document_offsets(starts)
+    blocks = document_blocks(cu_seqlens, 2, 300, True) if kernel == "flex" else None
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        found = packed_attention(*inputs, cu_seqlens, 300, True, -1, 0.2, blocks)
+    exact = packed_attention(*(each.double() for each in inputs), cu_seqlens, 300, True, -1, 0.2)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-2)
+
+
 def test_the_scale_is_used():
     starts = documents()
     cu_seqlens = document_offsets(starts)
