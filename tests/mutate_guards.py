@@ -91,8 +91,10 @@ def _run(guard: Guard | None, tests: list[str], seconds: int, out: str) -> None:
 
     importlib.machinery.SourceFileLoader.get_code = get_code
     first = _FirstFailure()
-    pytest.main(["-q", "-x", "-m", "not slow", "-p", "no:cacheprovider", *tests], plugins=[first])
-    Path(out).write_text(first.name, encoding="utf-8")
+    # --assert=plain: pytest would load the package by itself, to rewrite its assertions.
+    how = ["-q", "-x", "--assert=plain", "-m", "not slow", "-p", "no:cacheprovider"]
+    failed = pytest.main([*how, *tests], plugins=[first])
+    Path(out).write_text(first.name or ("pytest itself" if failed else ""), encoding="utf-8")
     os._exit(0)
 
 
