@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 
 from glue_compiler import compat
-from glue_compiler.compat import graph_inputs, partition
+from glue_compiler.compat import graph_inputs, inductor, partition
 from glue_compiler.graph_pass import Prologue
 from glue_compiler.ops.batch_memo import BatchMemo, memoized
 from glue_compiler.options import GlueOptions
@@ -35,7 +35,9 @@ def hand_off(
     if options.compiler == "aot_eager":
         if edit_pair is not None:
             return partition.compile_with_aot_eager(gm, inputs, edit_pair)
-        return compat.compile_with_aot_eager(gm, inputs)
+        return compat.compile_as_torch_does("aot_eager", gm, inputs)
+    if not inductor.HAND_OFF.is_available():
+        return compat.compile_as_torch_does("inductor", gm, inputs)
     # config_patches, and not a context manager around the call: the backward is compiled after it has returned.
     patches = {**options.inductor, **compat.cache_key_patch(passes_uuid, options.inductor)}
     if edit_pair is not None:

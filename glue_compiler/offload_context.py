@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from glue_compiler.compat import checkpoint_calls
+from glue_compiler.compat import checkpoint_calls, features
 from glue_compiler.compat.checkpoint_calls import SavingCall
 from glue_compiler.errors import GlueWarning
 from glue_compiler.fx.values import keeps_layout
@@ -46,6 +46,9 @@ def offload_checkpoints(pinned_limit: int | None = None) -> Iterator[None]:
         RuntimeError: in backward, where an input was changed in place before its copy was done: autograd says the same
             without offload.
     """
+    if not features.OFFLOAD_CONTEXT.is_available():
+        yield
+        return
     chain = _Chain(engine, pinned_limit)
     with torch.autograd.graph.saved_tensors_hooks(chain.pack, _unpack):
         yield

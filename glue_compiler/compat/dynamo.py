@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from glue_compiler.compat.dynamo_tracing import unobserved
+from glue_compiler.compat.features import LOOKS
 from glue_compiler.compat.parts import ANY, Feature, Uses
 from glue_compiler.errors import GlueError
 
@@ -30,6 +31,8 @@ def is_compiled(model: Any) -> bool:
 
 def forget_compiled(codes: Iterable[types.CodeType]) -> None:
     """Drop what Dynamo compiled for these code objects."""
+    if not LOOKS.is_available():
+        return
     from torch._dynamo.eval_frame import reset_code
 
     for code in codes:

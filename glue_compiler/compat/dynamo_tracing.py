@@ -106,6 +106,9 @@ TRACING = Feature(
         "torch._dynamo.symbolic_convert:InstructionTranslatorBase.step": Uses(
             ("self",), ("instruction_pointer", "instructions", "stack", "output", "dispatch_table")
         ),
+        "torch._dynamo.utils:numpy_method_wrapper.__init__": Uses(("self", "method")),
+        "torch._dynamo.utils:numpy_operator_wrapper.__init__": Uses(("self", "op")),
+        "torch._dynamo.utils:numpy_to_tensor_wrapper.__init__": Uses(("self", "f")),
         "torch._dynamo.variables.base:AttributeMutationNew.__init__": Uses(("self",)),
         "torch._dynamo.variables.base:ValueMutationNew.__init__": Uses(("self",)),
         "torch._dynamo.variables.base:VariableTracker.as_proxy": Uses(("self",)),
@@ -123,7 +126,7 @@ TRACING = Feature(
         "torch._dynamo.variables.tensor:TensorVariable.unpack_var_sequence": Uses(("self", "tx")),
     },
 )
-"""Also for what ``dynamo_frames.py``, ``harmless_values.py`` and ``known_index.py`` use."""
+"""Also for what ``dynamo_frames.py``, ``harmless_values.py``, ``known_index.py`` and ``numpy_capture.py`` use."""
 
 
 class _Observers(threading.local):

@@ -1,4 +1,4 @@
-"""Private parts that passes need, and so which passes this torch can run."""
+"""Private parts that passes and tools need, and so which of them this torch can run."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ REWRITES = Feature(
         "torch._C._functorch:is_functorch_wrapped_tensor": ANY,
         "torch._subclasses.fake_tensor:FakeTensor": ANY,
         "torch._subclasses.fake_tensor:FakeTensorMode": ANY,
+        "torch.fx.experimental.sym_node:SymNode.__init__": Uses(("self", "expr", "shape_env", "pytype", "hint")),
+        "torch.fx.experimental.sym_node:SymNode.expr": ANY,
+        "torch.fx.experimental.sym_node:SymNode.hint": ANY,
         "torch.fx.experimental.symbolic_shapes:free_unbacked_symbols": Uses(("x",)),
         f"{_SHAPES}._rename_unbacked_to": Uses(("self", "orig_s", "new_s")),
         f"{_SHAPES}._update_version_counter": Uses(("self",)),
@@ -41,10 +44,14 @@ _PASSES = {
         {
             "torch._C:_storage_Use_Count": ANY,
             "torch._C._autograd:_top_saved_tensors_default_hooks": ANY,
+            "torch._functorch._aot_autograd.graph_capture_wrappers:create_joint": Uses(
+                texts=("partitioner_tag", "is_forward")
+            ),
             "torch._functorch.config:enable_activation_offloading": ANY,
             "torch._functorch.partitioners:min_cut_rematerialization_partition": Uses(("joint_module",)),
             "torch._inductor.config:custom_partitioner_fn": ANY,
             "torch._prims.rng_prims:run_and_save_rng_state": ANY,
+            "torch.fx.proxy:_COPY_META_FIELDS": Uses(texts=("ac_graph_id",)),
             "torch.utils.checkpoint:CheckpointPolicy.MUST_CPU_OFFLOAD": ANY,
         },
     ),
@@ -61,6 +68,53 @@ _PASSES = {
     ),
 }
 
+SAVED_GRAPHS = Feature(
+    "saving and loading of graphs",
+    {
+        "torch._dynamo.source:ConstantSource": ANY,
+        "torch._subclasses.fake_tensor:FakeTensor": ANY,
+        "torch._subclasses.fake_tensor:FakeTensorMode": ANY,
+        "torch.fx.experimental.sym_node:SymNode.__init__": Uses(("self", "expr", "shape_env", "pytype", "hint")),
+        "torch.fx.experimental.symbolic_shapes:ValueRangesSLoc": ANY,
+        f"{_SHAPES}._get_sloc": ANY,
+        f"{_SHAPES}.get_implications": Uses(("self", "e")),
+        f"{_SHAPES}.suppress_guards": Uses(("self",)),
+        **{
+            f"{_SHAPES}().{table}": ANY
+            for table in (
+                "axioms",
+                "backed_var_to_val",
+                "deferred_runtime_asserts",
+                "guards",
+                "replacements",
+                "size_like",
+                "unbacked_renamings",
+                "unbacked_symint_counter",
+                "var_to_range",
+                "var_to_range_sloc",
+                "var_to_sources",
+                "var_to_stack",
+            )
+        },
+        "torch.utils._sympy.value_ranges:ValueRanges": ANY,
+        "torch.utils._traceback:CapturedTraceback.extract": ANY,
+    },
+)
+"""What ``saved_symbols.py`` needs."""
+
+OFFLOAD_CONTEXT = Feature(
+    "offload_checkpoints",
+    {
+        "torch._functorch._aot_autograd.utils:make_boxed_func": Uses(("f",)),
+        "torch.autograd.function:Function.apply": ANY,
+        "torch.utils.checkpoint:CheckpointFunction": ANY,
+    },
+)
+"""What ``checkpoint_calls.py`` reads from frames."""
+
+LOOKS = Feature("way to forget a compile", {"torch._dynamo.eval_frame:reset_code": ANY})
+"""Without it, a look at a model counts as one of its compiles."""
+
 
 def can_run(pass_name: str) -> bool:
     """Has this torch the private parts that the pass of this name needs? Warns once if not."""
@@ -69,6 +123,6 @@ def can_run(pass_name: str) -> bool:
     return pass_name not in _PASSES or _PASSES[pass_name].is_available()
 
 
-def all_features() -> tuple[Feature, ...]:
-    """Of this file."""
+def of_training() -> tuple[Feature, ...]:
+    """Those of this file that a compile asks for."""
     return (REWRITES, *_PASSES.values())

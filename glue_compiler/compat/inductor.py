@@ -10,13 +10,36 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from glue_compiler.compat.parts import ANY, Feature, Uses
 from glue_compiler.compat.versions import version_at_least
 from glue_compiler.errors import GlueOptionError
+
+OPTIONS = Feature(
+    "check of Inductor's options",
+    {
+        "torch._inductor:list_mode_options": Uses(("mode",)),
+        "torch._inductor.config:get_config_copy": ANY,
+        "torch._inductor.config:get_type": ANY,
+        "torch._inductor.config:triton.cudagraphs": ANY,
+    },
+)
+"""Without it, what is no option of glue's goes to Inductor as it is, and modes stand for nothing."""
+
+HAND_OFF = Feature(
+    "way to Inductor with options, edited training graphs and a cache key of its own",
+    {
+        "torch._inductor.compile_fx:compile_fx": Uses(("model_", "example_inputs_", "inner_compile", "config_patches")),
+        "torch._inductor.config:post_grad_custom_pre_pass": ANY,
+        "torch._inductor.custom_graph_pass:CustomGraphPass.uuid": Uses(("self",)),
+        "torch._inductor.custom_graph_pass:CustomPartitionerFn.uuid": Uses(("self",)),
+    },
+)
+"""Without it, the rewritten graph goes where torch itself sends one, with what Inductor's config says."""
 
 
 def inductor_mode_options(mode: str | None) -> Mapping[str, Any]:
     """The Inductor options that ``torch.compile(mode=...)`` stands for. Raises GlueOptionError on an unknown mode."""
-    if mode in (None, "default"):
+    if mode in (None, "default") or not OPTIONS.is_available():
         return {}
     from torch._inductor import list_mode_options
 
@@ -34,11 +57,13 @@ def inductor_option_names() -> frozenset[str]:
 
 
 def is_inductor_option(name: str) -> bool:
-    return name.replace("-", "_") in inductor_option_names()
+    return not OPTIONS.is_available() or name.replace("-", "_") in inductor_option_names()
 
 
 def checked_inductor_option(name: str, value: Any) -> Any:
     """``value``, if Inductor's option ``name`` takes its type: the check that ``backend="inductor"`` makes."""
+    if not OPTIONS.is_available():
+        return value
     from torch._inductor import config
 
     expected = config.get_type(name.replace("-", "_"))  # type: ignore[attr-defined]
@@ -49,6 +74,8 @@ def checked_inductor_option(name: str, value: Any) -> Any:
 
 def uses_cuda_graphs(options: Mapping[str, Any]) -> bool:
     """Are CUDA graphs on, by ``options`` or by Inductor's config?"""
+    if not OPTIONS.is_available():
+        return bool(options.get("triton.cudagraphs", False))
     from torch._inductor import config
 
     return bool(options.get("triton.cudagraphs", config.triton.cudagraphs))
@@ -63,10 +90,10 @@ def compile_with_inductor(
     return cast(Callable[..., Any], compiled)
 
 
-def compile_with_aot_eager(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    from torch._dynamo.backends.debugging import aot_eager
-
-    return aot_eager(gm, list(inputs))
+def compile_as_torch_does(name: str, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """With the backend that ``torch.compile(backend=name)`` takes."""
+    compiled: Callable[..., Any] = torch._dynamo.lookup_backend(name)(gm, list(inputs))
+    return compiled
 
 
 def cache_key_patch(uuid: bytes | None, options: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -87,7 +114,11 @@ def cache_key_patch(uuid: bytes | None, options: Mapping[str, Any]) -> Mapping[s
     return {"post_grad_custom_pre_pass": CacheKeyPass(uuid, existing)}
 
 
-class CacheKeyPass(torch._inductor.custom_graph_pass.CustomGraphPass):
+_custom_passes = getattr(torch._inductor, "custom_graph_pass", None)
+_CustomGraphPass: Any = getattr(_custom_passes, "CustomGraphPass", object)
+
+
+class CacheKeyPass(_CustomGraphPass):
     """A post-grad pass that changes nothing and whose uuid is glue's part of the cache key."""
 
     def __init__(self, key: bytes | None, inner: Callable[[fx.Graph], None] | None = None) -> None:

@@ -15,7 +15,11 @@ Edit = Callable[[fx.GraphModule, fx.GraphModule, int], None]
 """Changes a forward and a backward graph in place; the int is the number of forward outputs that are not saved."""
 
 
-class EditedPartition(torch._inductor.custom_graph_pass.CustomPartitionerFn):
+_custom_passes = getattr(torch._inductor, "custom_graph_pass", None)
+_CustomPartitionerFn: Any = getattr(_custom_passes, "CustomPartitionerFn", object)
+
+
+class EditedPartition(_CustomPartitionerFn):
     """Partitions a joint graph as the user's partitioner does, or torch's min-cut one; ``edit`` then changes the pair.
 
     The cache keys know it by ``key``, which must stand for all that ``edit`` does. Pickled, it is ``key`` alone:

@@ -13,6 +13,7 @@ import threading
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any
 
 import torch
@@ -22,10 +23,14 @@ from glue_compiler.errors import GlueWarning
 
 @dataclass(frozen=True)
 class Uses:
-    """What a part must look like: its leading parameters, and names that its code mentions."""
+    """What a part must look like.
+
+    ``parameters``: its leading ones. ``names``: that its code mentions. ``texts``: in its code, or items of it.
+    """
 
     parameters: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
+    texts: tuple[str, ...] = ()
 
 
 ANY = Uses()
@@ -78,6 +83,13 @@ def _changed(path: str, uses: Uses) -> str | None:
             return f"{path} has no signature"
         if found[: len(uses.parameters)] != uses.parameters:
             return f"{path} takes ({', '.join(found)})"
-    code = getattr(inspect.unwrap(owner) if uses.names else None, "__code__", None)
+    code = getattr(inspect.unwrap(owner) if callable(owner) else None, "__code__", None)
     missing = [name for name in uses.names if code is None or name not in code.co_names]
+    missing += [text for text in uses.texts if text not in (_texts(code) if code is not None else owner)]
     return f"{path} does not use '{missing[0]}'" if missing else None
+
+
+def _texts(code: CodeType) -> set[str]:
+    """The strings in a function, and in those that it defines."""
+    found = {constant for constant in code.co_consts if isinstance(constant, str)}
+    return found.union(*(_texts(inner) for inner in code.co_consts if isinstance(inner, CodeType)))

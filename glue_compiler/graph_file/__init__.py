@@ -11,6 +11,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from glue_compiler.compat.features import SAVED_GRAPHS
+from glue_compiler.errors import GlueGraphFileError
 from glue_compiler.graph_file.decode import decode_graph
 from glue_compiler.graph_file.encode import encode_graph
 
@@ -31,8 +33,10 @@ def save(graph: fx.GraphModule | TrainingPair, file: str | PathLike[str]) -> Non
     and dtype. A checkpoint's policy function is left out: it decides what is saved, not what is computed.
 
     Raises:
-        GlueGraphFileError: for a node with a function or an argument that no other process could name.
+        GlueGraphFileError: for a node with a function or an argument that no other process could name, or a torch
+            whose symbols glue does not know.
     """
+    _check_torch()
     text = json.dumps(encode_graph(graph), separators=(",", ":"))
     path = Path(file)
     # mtime=0: the same graph gives the same bytes, so that a fixture changes only when its graph does.
@@ -45,8 +49,14 @@ def load(file: str | PathLike[str]) -> fx.GraphModule | TrainingPair:
     Its fake tensors belong to a mode of their own. Attributes whose values were not written have random ones.
 
     Raises:
-        GlueGraphFileError: for another kind of file, or a function that cannot be imported here.
+        GlueGraphFileError: for another kind of file, a function that cannot be imported here, or such a torch.
     """
+    _check_torch()
     path = Path(file)
     content = path.read_bytes()
     return decode_graph(json.loads(gzip.decompress(content) if path.suffix == ".gz" else content))
+
+
+def _check_torch() -> None:
+    if not SAVED_GRAPHS.is_available():
+        raise GlueGraphFileError(f"glue's {SAVED_GRAPHS.name} is off with this torch")

@@ -6,19 +6,24 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from glue_compiler.compat import bisector, branch_guards, dynamo, dynamo_tracing, features, tracing
+import glue_compiler
+from glue_compiler import graph_file, handoff
+from glue_compiler.compat import bisector, branch_guards, dynamo, dynamo_tracing, features, inductor, tracing
 from glue_compiler.compat.parts import ANY, Feature, Uses
-from glue_compiler.errors import GlueWarning
+from glue_compiler.errors import GlueGraphFileError, GlueWarning
+from glue_compiler.options import parse_options
 
 USED = (
-    *features.all_features(),
+    *features.of_training(),
     branch_guards.BRANCHES,
     bisector.BISECTOR,
     dynamo_tracing.TRACING,
     tracing.OBSERVER,
     tracing.TRACE,
 )
-RENAMED = [(feature, path) for feature in (*USED, dynamo.FRAMES) for path in feature.parts]
+TOOLS = (features.SAVED_GRAPHS, features.OFFLOAD_CONTEXT, features.LOOKS, inductor.OPTIONS, inductor.HAND_OFF)
+ALL = (*USED, *TOOLS, dynamo.FRAMES)
+RENAMED = [(feature, path) for feature in ALL for path in feature.parts]
 
 
 class Routed(torch.nn.Module):
@@ -55,7 +60,7 @@ def gradients(model, call):
 @pytest.fixture
 def asked_again(monkeypatch):
     """What was found before, and is found in a test, does not outlive it."""
-    for feature in (*USED, dynamo.FRAMES):
+    for feature in ALL:
         monkeypatch.setattr(feature, "_is_available", None)
 
 
@@ -66,7 +71,7 @@ def names(warned):
 def test_this_torch_has_all_parts(asked_again):
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        assert all(feature.is_available() for feature in (*USED, dynamo.FRAMES))
+        assert all(feature.is_available() for feature in ALL)
     assert names(warned) == []
 
 
@@ -106,6 +111,54 @@ def test_models_train_without_a_feature(feature, asked_again, monkeypatch):
     assert torch._dynamo.symbolic_convert.InstructionTranslatorBase.step is before
 
 
+@pytest.fixture
+def without(asked_again, monkeypatch):
+    return lambda feature: rename(feature, next(iter(feature.parts)), monkeypatch)
+
+
+def test_no_graph_is_saved_without_what_knows_its_symbols(without, tmp_path):
+    without(features.SAVED_GRAPHS)
+    gm = torch.fx.symbolic_trace(torch.nn.ReLU())
+    with pytest.warns(GlueWarning, match="is off"), pytest.raises(GlueGraphFileError, match="is off"):
+        graph_file.save(gm, tmp_path / "graph.json")
+    assert not (tmp_path / "graph.json").exists()
+    with pytest.raises(GlueGraphFileError, match="is off"):
+        graph_file.load(tmp_path / "graph.json")
+
+
+def test_checkpoints_stay_on_the_device_without_what_tells_who_saves(without):
+    without(features.OFFLOAD_CONTEXT)
+    x = torch.ones(3, requires_grad=True)
+    with pytest.warns(GlueWarning, match="offload_checkpoints is off"), glue_compiler.offload_checkpoints():
+        out = torch.utils.checkpoint.checkpoint(lambda x: x.sin().cos(), x.exp(), use_reentrant=False)
+    out.sum().backward()
+    assert x.grad is not None
+
+
+def test_a_look_at_a_model_counts_as_a_compile_without_the_way_to_forget_it(without):
+    without(features.LOOKS)
+    with pytest.warns(GlueWarning, match="forget a compile is off"):
+        explained = glue_compiler.explain(torch.nn.Linear(2, 2), torch.ones(1, 2))
+    assert len(explained.graphs) == 1
+
+
+def test_options_go_to_inductor_unchecked_without_its_list_of_them(without):
+    without(inductor.OPTIONS)
+    with pytest.warns(GlueWarning, match="Inductor's options is off"):
+        options = parse_options({"an_option": 3}, "max-autotune", [], environment={})
+    assert options.inductor == {"an_option": 3}
+
+
+def test_the_graph_goes_where_torch_sends_one_without_the_way_to_inductor(without, monkeypatch):
+    without(inductor.HAND_OFF)
+    asked = []
+    monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda name: lambda gm, inputs: asked.append(name) or gm)
+    gm = torch.fx.symbolic_trace(torch.nn.ReLU())
+    with pytest.warns(GlueWarning, match="way to Inductor"):
+        assert handoff.hand_off(gm, [torch.ones(1)], parse_options({}, None, [], environment={}), None) is gm
+    assert asked == ["inductor"]
+
+
 @pytest.mark.parametrize("path", dynamo.FRAMES.parts)
 def test_no_hook_is_installed_without_its_parts(path, asked_again, monkeypatch):
     monkeypatch.setattr(dynamo.FRAMES, "parts", {f"{path}_moved": ANY})
@@ -119,9 +172,13 @@ def test_no_hook_is_installed_without_its_parts(path, asked_again, monkeypatch):
 
 class Moved:
     def step(self, first):
-        return self.other
+        def inner():
+            return self.other, "a key"
+
+        return inner, self.other
 
     kind = 3
+    kinds = ("first", "second")
 
 
 @pytest.mark.parametrize(
@@ -131,6 +188,10 @@ class Moved:
         ("Moved.step", Uses(("self", "second")), r"takes \(self, first\)"),
         ("Moved.step", Uses(names=("third",)), "does not use 'third'"),
         ("Moved.kind", Uses(("self",)), "has no signature"),
+        ("Moved.step", Uses(texts=("another key",)), "does not use 'another key'"),
+        ("Moved.kinds", Uses(texts=("third",)), "does not use 'third'"),
+        ("Moved.step", Uses(texts=("a key",)), None),
+        ("Moved.kinds", Uses(texts=("second",)), None),
         ("Moved().missing", ANY, "is gone"),
         ("Moved.step", Uses(("self", "first"), ("other",)), None),
         ("Moved().kind", ANY, None),

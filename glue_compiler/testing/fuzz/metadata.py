@@ -108,7 +108,7 @@ def _mix(draw: Draw, factor: str) -> None:
 
 def _starts(draw: Draw) -> str:
     zero = spellings.binary(draw, "eq", "pos", "0")
-    return draw.let(
+    starts = draw.let(
         "starts",
         draw.mostly(
             f"torch.nonzero({zero}).flatten()",
@@ -120,6 +120,9 @@ def _starts(draw: Draw) -> str:
         "int",
         1,
     )
+    if draw.chance(0.1):
+        draw.outputs.append(starts)
+    return starts
 
 
 def _lengths(draw: Draw) -> None:
@@ -229,6 +232,16 @@ def _branch(draw: Draw) -> None:
     """Python asks what an input holds, perhaps after a write that no version counter shows."""
     if draw.chance(0.4):
         draw.emit(draw.pick("pos.data.add_(1)", "torch._foreach_add_([pos], 1)", "pos.add_(1)", "pos.data[0] = 4"))
+    if draw.chance(0.2):  # two conditions that differ in a size alone
+        for size in (0, 1):
+            draw.emit(f"hidden = hidden.sin() if pos.sum() > hidden.shape[{size}] else hidden * 2")
+        return
+    if draw.chance(0.2):  # in bf16 the sums of two batches are equal more often
+        asked = draw.name("asked")
+        with draw.block(f"with torch.autocast({draw.device!r}, dtype=torch.bfloat16):"):
+            draw.emit(f"{asked} = (pos.float() + 256) @ torch.ones(LENGTH{draw.at}) > 256 * LENGTH + 2")
+        draw.emit(f"hidden = torch.tanh(hidden @ weight) if {asked} else hidden * 2")
+        return
     condition = draw.pick("(pos == 0).any()", "pos.max() > 3", "(pos[1:] - pos[:-1] != 1).any()", "flags.any()")
     draw.emit(f"hidden = torch.tanh(hidden @ weight) if {condition} else hidden * 2")
 
