@@ -16,8 +16,8 @@ from tests.version_reports.report import FileResult, Report
 class Recorder:
     """Hears what each test does; with several workers, in the process that starts them."""
 
-    def __init__(self, tests: str) -> None:
-        self.tests = tests
+    def __init__(self, tests: str, is_whole: bool) -> None:
+        self.tests, self.is_whole = tests, is_whole
         self.files: dict[str, FileResult] = defaultdict(FileResult)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -50,12 +50,17 @@ class Recorder:
             tests=self.tests,
             date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
             files=dict(self.files),
-        ).save()
+        ).save(self.is_whole)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--whole-report", action="store_true", help="forget what earlier runs of these versions found")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
-        config.pluginmanager.register(Recorder(config.option.markexpr), "version report")
+        recorder = Recorder(config.option.markexpr, config.getoption("--whole-report"))
+        config.pluginmanager.register(recorder, "version report")
 
 
 def _version_of(package: str) -> str:

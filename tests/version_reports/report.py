@@ -46,10 +46,10 @@ class Report:
     def skipped(self) -> Counter[str]:
         return sum((Counter(each.skipped) for each in self.files.values()), Counter())
 
-    def save(self) -> None:
-        """Keep what an earlier run of the same versions says of files that this one did not run."""
+    def save(self, is_whole: bool) -> None:
+        """Unless this run was a whole one, keep what an earlier run of the same versions says of other files."""
         FOLDER.mkdir(exist_ok=True)
-        before = load(self.path).files if self.path.exists() else {}
+        before = load(self.path).files if self.path.exists() and not is_whole else {}
         whole = asdict(self) | {"files": {}}
         whole["files"] = {name: asdict(each) for name, each in sorted((before | self.files).items())}
         self.path.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
