@@ -1,12 +1,14 @@
-"""What a release of torch gets wrong or refuses by itself, and the tests that skip there.
+"""What a release of torch gets wrong or refuses, or one of transformers does otherwise: tests skip there.
 
-Each limit was seen in the same program without glue, under plain ``aot_eager``, ``inductor`` or eager. A test names its
-limit; the reason that pytest prints is what docs/versions.md says of that release.
+Each limit of torch was seen in the same program without glue, under plain ``aot_eager``, ``inductor`` or eager. A test
+names its limit; the reason that pytest prints is what docs/versions.md says of that release.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -45,6 +47,12 @@ class Limit:
 
 CUDA_BUILD_WITHOUT_DEVICE = torch.version.cuda is not None and not torch.cuda.is_available()
 
+TRANSFORMERS_4 = importlib.util.find_spec("transformers") is not None and version("transformers").startswith("4.")
+
+MASKS_UNDER_VMAP = Limit(
+    "transformers 4 makes masks under vmap, in whose code specialize_attention does not follow what is written",
+    where=TRANSFORMERS_4,
+)
 CLASS_ATTRIBUTE = Limit(
     "torch 2.11: Dynamo loses what code that it traces writes to an attribute of a class", last=(2, 11)
 )

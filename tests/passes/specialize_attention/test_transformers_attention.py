@@ -3,9 +3,11 @@
 import pytest
 import torch
 
+from tests import versions
 from tests.passes.specialize_attention.attention import LENGTH, POSITIONS, counts, specialized, square_tensors
 
 transformers = pytest.importorskip("transformers")
+pytestmark = versions.MASKS_UNDER_VMAP.mark
 
 COMMON = {
     "hidden_size": 32,
