@@ -11,13 +11,13 @@ PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraint
 # Threads that spin while they wait take the core away from what they wait for, where cores are few or shared.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo docs test test-all test-transformers4 fuzz lint types clean
+.PHONY: demo docs test test-all test-transformers4 versions fuzz lint types clean
 
 # torch goes first and pinned, so that nothing installed later chooses another build of it.
 $(VENV)/.installed: pyproject.toml setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) $(TORCH_INDEX) "$$(grep '^torch==' constraints.txt)"
-	$(PIP) -e '.[cli,demo,test,lint,docs]'
+	$(PIP) -e '.[cli,demo,test,lint,docs,versions]'
 	touch $@
 
 .venv: $(VENV)/.installed
@@ -60,5 +60,9 @@ test-transformers4:
 	$(VENV)4/bin/python -m pip install -q --disable-pip-version-check -c constraints-transformers4.txt -e . transformers pytest pytest-timeout
 	OMP_NUM_THREADS=1 $(VENV)4/bin/python -m pytest tests/passes/group_experts/test_transformers4_experts.py
 
+# The fast tests on every torch and transformers that are supported, and docs/versions.md from what they did.
+versions: $(VENV)/.installed
+	$(BIN)/nox
+
 clean:
-	rm -rf $(VENV) $(VENV)4 .types site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)4 .nox .types site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

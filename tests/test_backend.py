@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from glue_compiler.testing import compile_and_keep
+from tests import versions
 from tests.captured import result_and_gradients
 from tests.passes.hoist_metadata.test_checkpoint_bodies import checkpointed
 from tests.passes.hoist_metadata.test_one_graph import layer_inputs, positions_of, two_layers
@@ -19,9 +20,6 @@ def close(got, want):
 
 
 # Plain Inductor of 2.15 leaves a symbol of this function's graph undefined in its code, with glue or without.
-needs_inductor_that_knows_its_symbols = pytest.mark.skipif(
-    torch.__version__ >= "2.15", reason="Inductor 2.15: NameError: name 'u0' is not defined"
-)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +33,7 @@ def test_the_entry_point_is_registered():
     assert "glue" in torch._dynamo.list_backends()
 
 
-@needs_inductor_that_knows_its_symbols
+@versions.SYMBOLS_IN_INDUCTOR.mark
 def test_forward_and_backward(inductor):
     x, *weights = (tensor.requires_grad_() for tensor in layer_inputs())
     positions = positions_of(5, 1, 6)
@@ -44,6 +42,7 @@ def test_forward_and_backward(inductor):
     assert len(got) == 4
 
 
+@versions.SIZES_IN_INDUCTOR.mark
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_without_gradients(mode):
     x, *weights = layer_inputs()
@@ -54,7 +53,7 @@ def test_without_gradients(mode):
     assert hoisted.counts["syncs_removed"] == 2
 
 
-@needs_inductor_that_knows_its_symbols
+@versions.SYMBOLS_IN_INDUCTOR.mark
 def test_checkpointing_trains():
     """Under plain Inductor of torch 2.11 the data-dependent metadata of a checkpoint body crashes the backward."""
     model = checkpointed()

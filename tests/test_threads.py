@@ -8,15 +8,10 @@ import pytest
 import torch
 
 from glue_compiler.ops.batch_memo import BatchMemo
+from tests import versions
 from tests.passes.hoist_metadata.test_one_graph import packed_layer, positions_of
 
 THREADS = 4
-
-# There, ``with FakeTensorMode()`` in a second thread is a segmentation fault, without glue and without a compile.
-needs_threads_that_compile = pytest.mark.skipif(
-    torch.__version__ < "2.13" and torch.version.cuda is not None and not torch.cuda.is_available(),
-    reason="torch 2.11 built for CUDA, on a machine without",
-)
 
 
 class Packed(torch.nn.Module):
@@ -99,7 +94,7 @@ def rewritten(folder):
     return sorted([p["name"] for p in graph["passes"] if p["changed"]] for graph in graphs)
 
 
-@needs_threads_that_compile
+@versions.FAKE_TENSORS_IN_THREADS.mark
 @pytest.mark.parametrize("seed", range(2))
 def test_four_models_that_are_compiled_for_the_first_time_at_once(tmp_path, seed):
     torch.manual_seed(seed)
@@ -125,7 +120,7 @@ def test_four_models_that_are_compiled_for_the_first_time_at_once(tmp_path, seed
     assert all(rewritten(tmp_path / "in_turn"))
 
 
-@needs_threads_that_compile
+@versions.FAKE_TENSORS_IN_THREADS.mark
 def test_one_model_that_four_threads_call_for_the_first_time():
     model = Packed()
     xs = [torch.randn(12, 4, dtype=torch.float64) for _ in range(THREADS)]

@@ -110,14 +110,15 @@ def unknown_value(variable: Any, is_own: Callable[[Any], bool]) -> str | None:
         return None if _is_in(variable.fn, _BUILTINS) else f"'{getattr(variable.fn, '__name__', variable.fn)}'"
     if kind in (_ITER, "TorchInGraphFunctionVariable"):
         return None
-    if kind == "GetAttrVariable":
-        owner = touched(variable.obj)
-        holder = type(owner).__name__
-        is_read = variable.name in _READERS.get(holder, ())
-        if holder in _IMMUTABLE | _IN_GRAPH | _KNOWN_INDEX or is_read or (holder in _CONTAINERS and is_own(owner)):
-            return None
-        return f"'{variable.name}' of {holder}"
-    return kind
+    attribute = _attribute(variable)
+    if attribute is None:
+        return kind
+    owner, name = attribute
+    holder = type(owner).__name__
+    is_read = name in _READERS.get(holder, ())
+    if holder in _IMMUTABLE | _IN_GRAPH | _KNOWN_INDEX or is_read or (holder in _CONTAINERS and is_own(owner)):
+        return None
+    return f"'{name}' of {holder}"
 
 
 def unknown_call(function: Any, adds_nodes: bool) -> str | None:
@@ -128,11 +129,12 @@ def unknown_call(function: Any, adds_nodes: bool) -> str | None:
     if kind == "TorchInGraphFunctionVariable":
         is_known = adds_nodes or _is_in(function.value, _TORCH_READS)
         return None if is_known else f"'{getattr(function.value, '__name__', function.value)}' without a node"
-    if kind == "GetAttrVariable":
-        owner = type(touched(function.obj)).__name__
-        is_known = owner not in _IN_GRAPH or adds_nodes or function.name in _TENSOR_READS
-        return None if is_known else f"'{function.name}' of {owner} without a node"
-    return f"a call of {kind}"
+    attribute = _attribute(function)
+    if attribute is None:
+        return f"a call of {kind}"
+    owner, name = type(attribute[0]).__name__, attribute[1]
+    is_known = owner not in _IN_GRAPH or adds_nodes or name in _TENSOR_READS
+    return None if is_known else f"'{name}' of {owner} without a node"
 
 
 def is_container(variable: Any) -> bool:
@@ -156,15 +158,23 @@ def is_tensor(variable: Any) -> bool:
 
 def appended_list(variable: Any) -> Any | None:
     """The list whose ``append`` ``variable`` stands for."""
-    if type(variable).__name__ != "GetAttrVariable" or variable.name != "append":
-        return None
-    owner = touched(variable.obj)
-    return owner if type(owner).__name__ == "ListVariable" else None
+    owner, name = _attribute(variable) or (None, None)
+    return owner if name == "append" and type(owner).__name__ == "ListVariable" else None
 
 
 def is_placeholder(variable: Any) -> bool:
     """Fills a place on the stack before a call."""
     return type(variable).__name__ == "NullVariable"
+
+
+def _attribute(variable: Any) -> tuple[Any, str] | None:
+    """``(owner, name)`` of what stands for an attribute of a value, looked up and not yet called."""
+    kind = type(variable).__name__
+    if kind == "GetAttrVariable":
+        return touched(variable.obj), variable.name
+    if kind == "CallMethodVariable":  # from 2.15 on, for methods of the values that Dynamo models itself
+        return touched(variable.obj), variable.method_name
+    return None
 
 
 def _is_in(function: Any, functions: set[Any]) -> bool:

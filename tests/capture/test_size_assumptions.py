@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests import versions
 from tests.captured import compile_with_glue
 
 
@@ -126,6 +127,7 @@ def test_what_eager_asks_for_too_needs_no_guard(program, numbers, monkeypatch):
         run.call(torch.tensor([5, 5]), x)
 
 
+@versions.SWITCHED_INFERENCE_MODE.mark
 def test_modes_that_the_code_switches_are_not_switched_to_see():
     def fn(n, x):
         starts = torch.nonzero(n).flatten()

@@ -48,7 +48,7 @@ SPELLINGS = {
         lambda x: torch.where(condition=x > 1, input=x, other=0.0),
     ],
     "topk": [lambda x: torch.topk(x, 2, dim=0)[0], lambda x: torch.topk(x, k=2, axis=0)[0], lambda x: x.topk(2, 0)[0]],
-    "dropout": [lambda x: torch.dropout(x, 0.5, train=False), lambda x: F.dropout(x, 0.5, False)],
+    "dropout": [lambda x: torch.dropout(x, 0.5, train=True), lambda x: F.dropout(x, 0.5, True)],
     "sub": [lambda x: torch.sub(x, x, alpha=2), lambda x: x.sub(x, alpha=2)],
     "sum": [lambda x: x.sum(axis=0, keepdims=True), lambda x: torch.sum(x, (0,), True)],
 }

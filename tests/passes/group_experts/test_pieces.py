@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from glue_compiler import compat
+from tests import versions
 from tests.captured import count, result_and_gradients
 from tests.passes.group_experts.loops import EXPERTS, INNER, WIDTH, compiled
 from tests.passes.group_experts.piece_loops import (
@@ -24,8 +24,8 @@ from tests.passes.group_experts.piece_loops import (
 
 
 def needs_capture_of(loop):
-    if loop is loop_slice and not compat.version_at_least(2, 13):
-        pytest.skip("Dynamo of torch 2.11 leaves a write to a slice of unknown length to eager")
+    if loop is loop_slice:
+        versions.SLICE_WRITES.skip()
 
 
 def check(loop, call, inputs, **tolerance):

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from glue_compiler import compat
+from tests import versions
 from tests.captured import compile_with_glue, count, result_and_gradients
 from tests.passes.group_experts.loops import EXPERTS, NONZERO, WIDTH, routings
 
@@ -163,7 +163,7 @@ def test_a_mask_of_tokens_and_slots_is_no_vector_of_indices(how):
     assert run.counts == ({"loops_sliced": 1} if how == "indices" else {})
 
 
-@pytest.mark.skipif(not compat.version_at_least(2, 12), reason="2.11 cannot compile numbers in checkpointed bodies")
+@versions.NUMBERS_IN_CHECKPOINTS.mark
 def test_under_checkpointing():
     model = Checkpointed()
     run = compile_with_glue(model, passes={"group_experts": True})

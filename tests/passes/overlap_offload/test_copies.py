@@ -8,13 +8,13 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from glue_compiler.compat import version_at_least
 from glue_compiler.fx.effects import EffectAnalysis
 from glue_compiler.fx.training_pair import TrainingPair, check_pair
 from glue_compiler.graph_pass import PassContext
 from glue_compiler.options import GlueOptions
 from glue_compiler.passes.overlap_offload import OverlapOffload
 from glue_compiler.passes.overlap_offload.copies import find_round_trips, may_copy
+from tests import versions
 from tests.captured import compile_with_glue
 from tests.passes.overlap_offload.models import Blocks, step
 
@@ -101,8 +101,7 @@ def test_copies_of_a_whole_step_become_starts_and_waits(copy):
 
 
 def test_torchs_own_operators_of_two_parts_are_taken_apart():
-    if not version_at_least(2, 12):
-        pytest.skip("torch 2.11 has no ao operators")
+    versions.AO_OPERATORS.skip()
     import torch._functorch._activation_offloading.offload_ops
 
     ao = torch.ops.ao
@@ -262,8 +261,10 @@ def test_captured_graphs_with_copies_to_the_host_are_told_from_others():
 
 @pytest.mark.parametrize("separate_stream", [False, True])
 def test_what_torch_itself_offloads_is_overlapped(separate_stream):
-    if separate_stream and (not version_at_least(2, 12) or not torch.cuda.is_available()):
-        pytest.skip("torch's own streams need a device, and torch 2.12")
+    if separate_stream:
+        versions.AO_OPERATORS.skip()
+        if not torch.cuda.is_available():
+            pytest.skip("torch's own streams need a device")
     model, x = Blocks(4), torch.randn(4, 8)
     expected = step(compile_with_glue(model).call, model, x)
 

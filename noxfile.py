@@ -1,0 +1,52 @@
+"""The fast tests and the training stacks on every torch and transformers that are supported, on a CPU.
+
+``nox`` runs all; ``nox -s "suite(torch='2.11', transformers='newest')"`` one; what stands behind ``--`` goes to pytest
+instead. Each run leaves a report, and docs/versions.md says what the reports say. Options of pip for torch alone, like
+``--index-url`` for a CPU build, are taken from ``TORCH_INDEX`` as in the Makefile.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import nox
+
+nox.options.default_venv_backend = "venv"
+nox.options.reuse_existing_virtualenvs = True
+
+TORCH = ("2.11", "2.12", "2.13", "2.14", "2.15")
+TRANSFORMERS = ("4.57", "5.0", "newest")
+"""``newest``: the release that constraints.txt names."""
+
+BOUND_TO_TRANSFORMERS = ("transformers", "huggingface_hub", "tokenizers", "accelerate", "peft", "hf-xet")
+TESTS = ("tests", "-m", "not slow")
+
+
+@nox.session
+@nox.parametrize("transformers", TRANSFORMERS)
+@nox.parametrize("torch", TORCH)
+def suite(session: nox.Session, torch: str, transformers: str) -> None:
+    """Everything of ``tests/`` that is not slow, ``tests/stacks`` with it."""
+    bound = Path(session.create_tmp()) / "constraints.txt"
+    bound.write_text("\n".join(_constraints(newest=transformers == "newest")), encoding="utf-8")
+    # torch goes first, so that nothing installed later chooses another build of it.
+    session.install(*os.environ.get("TORCH_INDEX", "").split(), f"torch=={torch}.*")
+    chosen = "transformers" if transformers == "newest" else f"transformers=={transformers}.*"
+    session.install("-c", str(bound), "-e", ".[cli,test]", f"torch=={torch}.*", chosen, "peft", "accelerate", "rich")
+    workers = os.environ.get("WORKERS", "2")
+    try:
+        session.run(
+            *("python", "-m", "pytest", "-n", workers, "--dist", "worksteal", "-p", "tests.version_reports.plugin"),
+            *(session.posargs or (*TESTS, "--whole-report")),
+            env={"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"},
+        )
+    finally:
+        session.run("python", "-m", "tests.version_reports.table")
+
+
+def _constraints(newest: bool) -> list[str]:
+    """What tests run with, without torch, and without what another transformers needs in another version."""
+    left_out = ("torch", *(() if newest else BOUND_TO_TRANSFORMERS))
+    lines = Path("constraints.txt").read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if line.partition("==")[0] not in left_out]
