@@ -86,8 +86,8 @@ def test_preferences(tmp_path, report):
         return trl.DPOTrainer(
             model=causal_model(),
             ref_model=causal_model(seed=1),
-            # TRL switches checkpointing off and on around the reference, and each time transformers adds a hook, for which
-            # every backend compiles again.
+            # TRL switches checkpointing off and on around the reference, and each time transformers adds a hook, for
+            # which every backend compiles again.
             args=trl.DPOConfig(output_dir=str(tmp_path), max_length=48, gradient_checkpointing=False, **changes),
             train_dataset=datasets.Dataset.from_list(rows),
             processing_class=tokenizer(),

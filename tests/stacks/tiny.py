@@ -22,7 +22,7 @@ def causal_model(seed: int = 0, **changes: Any) -> Any:
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS, "max_position_embeddings": 256}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     tokens = {"vocab_size": VOCABULARY, "pad_token_id": PAD, "bos_token_id": BEGIN, "eos_token_id": END}
-    # With a cache transformers does not tell the documents of a row apart; its Trainer switches the cache off by itself.
+    # With a cache transformers does not tell the documents of a row apart; its Trainer switches the cache off.
     config = transformers.LlamaConfig(**{**sizes, **heads, **tokens, "use_cache": False, **changes})
     return transformers.LlamaForCausalLM(config)
 
