@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from tests.stacks.tiny import causal_model, token_rows, transformers
+from tests.stacks.tiny import LAYERS, causal_model, token_rows, transformers
 
 peft = pytest.importorskip("peft")
 
@@ -45,7 +45,7 @@ def losses(model: Any, call: Any) -> torch.Tensor:
     return torch.tensor(found)
 
 
-@pytest.mark.parametrize("base", [bitsandbytes_base, torchao_base])
+@pytest.mark.parametrize("base", [pytest.param(bitsandbytes_base, marks=pytest.mark.slow), torchao_base])
 def test_adapters_on_a_quantized_base(tmp_path, report, base):
     def adapted() -> Any:
         torch._dynamo.reset()
@@ -66,3 +66,4 @@ def test_adapters_on_a_quantized_base(tmp_path, report, base):
     assert sum(counters["graph_break"].values()) <= breaks
     assert len(report.graphs) <= graphs
     assert report.attention
+    assert all(kinds == {"packed": LAYERS} for kinds in report.attention)
