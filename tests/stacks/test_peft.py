@@ -34,6 +34,7 @@ def test_lora(tmp_path, report, checkpointing):
     report.assert_attention("packed", LAYERS, compiles=2)
 
 
+@pytest.mark.slow
 def test_adapters_that_are_loaded_again(tmp_path, report):
     assert_trains_as_eager(tmp_path).save_model(str(tmp_path / "adapters"))
 
