@@ -17,7 +17,7 @@ export OMP_WAIT_POLICY ?= passive
 $(VENV)/.installed: pyproject.toml setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) $(TORCH_INDEX) "$$(grep '^torch==' constraints.txt)"
-	$(PIP) -e '.[cli,demo,test,lint,docs,versions]'
+	$(PIP) -e '.[cli,demo,test,lint,docs,versions,stacks]'
 	touch $@
 
 .venv: $(VENV)/.installed

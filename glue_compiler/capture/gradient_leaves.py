@@ -22,7 +22,7 @@ from glue_compiler import compat
 from glue_compiler.errors import GlueGradientLeafError
 from glue_compiler.fx import bodies
 from glue_compiler.fx.effects import EffectAnalysis, Kind
-from glue_compiler.fx.values import is_plain, tensors_in, value_of
+from glue_compiler.fx.values import has_value, is_plain, tensors_in, value_of
 
 LEAF = "glue_gradient_leaf"
 """Key in ``node.meta`` of a tensor that asks for a gradient in eager code, and not in the graph."""
@@ -67,13 +67,15 @@ def _changed_in(gm: fx.GraphModule, changed: dict[fx.Node, Any], effects: Effect
         elif node.op.startswith("call_") and not changed.keys().isdisjoint(node.all_input_nodes):
             if found.writes:  # the record of what is written to is the one that it has last
                 raise GlueGradientLeafError(f"'{node.name}' writes after requires_grad_()")
-            if not any(_asks(value_of(node))):  # the call makes no fewer tensors ask
+            if has_value(node) and not any(_asks(value_of(node))):  # the call makes no fewer tensors ask
                 continue
             if node in calls:
                 value = _result_of_body(calls[node], changed, effects)
+            elif node.target is torch.ops.higher_order.autograd_function_apply and has_value(node):
+                value = _result_of_function(node, changed)
             else:
                 value = _run(gm, node, changed, effects)
-            if _asks(value) != _asks(value_of(node)):
+            if not has_value(node) or _asks(value) != _asks(value_of(node)):
                 changed[node] = value
     return changed
 
@@ -85,6 +87,14 @@ def _result_of_body(call: bodies.BodyCall, changed: dict[fx.Node, Any], effects:
     given = {place: changed[arg] for place, arg in bound if isinstance(arg, fx.Node) and arg in changed}
     inside = _changed_in(call.body, given, effects)
     return fx.map_arg(_output_of(call.body).args[0], lambda node: inside.get(node, value_of(node)))
+
+
+def _result_of_function(node: fx.Node, changed: dict[fx.Node, Any]) -> Any:
+    """All results of an ``autograd.Function`` that may ask do so if any operand asks, and none does otherwise."""
+    operands = [changed.get(operand, value_of(operand)) for operand in node.all_input_nodes]
+    if any(_asks(operands)):
+        return value_of(node)
+    return fx.node.map_aggregate(value_of(node), lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf)
 
 
 def _run(gm: fx.GraphModule, node: fx.Node, changed: dict[fx.Node, Any], effects: EffectAnalysis) -> Any:

@@ -19,20 +19,11 @@ PAD, BEGIN, END = 0, 1, 2
 def causal_model(seed: int = 0, **changes: Any) -> Any:
     """A causal language model of LAYERS layers, its heads grouped."""
     torch.manual_seed(seed)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        use_cache=False,  # with one, transformers does not tell documents apart; Trainer switches it off by itself
-        pad_token_id=PAD,
-        bos_token_id=BEGIN,
-        eos_token_id=END,
-        **changes,
-    )
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS, "max_position_embeddings": 256}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    tokens = {"vocab_size": VOCABULARY, "pad_token_id": PAD, "bos_token_id": BEGIN, "eos_token_id": END}
+    # With a cache transformers does not tell the documents of a row apart; its Trainer switches the cache off.
+    config = transformers.LlamaConfig(**{**sizes, **heads, **tokens, "use_cache": False, **changes})
     return transformers.LlamaForCausalLM(config)
 
 
