@@ -187,8 +187,8 @@ def packed_attention(
         # Elsewhere torch rounds the scores to the operands' dtype, which its kernel on a GPU does not.
         dtype = torch.promote_types(query.dtype, torch.float32)
         with torch.autocast(query.device.type, enabled=False):
-            wide = (tensor.to(dtype) for tensor in (query, key, value))
-            return attention.flex_attention(*wide, lists, BLOCK, mask, (*ends, *seen), scale).to(query.dtype)
+            q, k, v = query.to(dtype), key.to(dtype), value.to(dtype)
+            return attention.flex_attention(q, k, v, lists, BLOCK, mask, (*ends, *seen), scale).to(query.dtype)
     flat = (tensor.transpose(1, 2).reshape(batch * length, tensor.shape[1], size) for tensor in (query, key, value))
     out, _ = varlen_attention(*flat, cu_seqlens, max_seqlen, is_causal, window, scale)
     return out.view(batch, length, heads, size).transpose(1, 2)
