@@ -71,8 +71,11 @@ class GlueBackend:
         )
         return observer.compiled(call)
 
+    # A compiled module is copied and pickled with its backend, which stands for a process and is none of its state.
+    def __deepcopy__(self, memo: dict[int, Any]) -> GlueBackend:
+        return self
+
     def __reduce__(self) -> str | tuple[Any, ...]:
-        # A compiled module is copied and pickled with its backend, which stands for a process and is none of its state.
         return "glue" if self is glue else (GlueBackend, (self._hand_off, self._session))
 
     def reset(self) -> None:

@@ -107,3 +107,4 @@ def test_the_backend_of_a_process_is_itself_and_another_one_keeps_its_parts():
     other = copy.copy(GlueBackend(session=session))
     assert other is not glue
     assert other._session is session
+    assert copy.deepcopy({"backend": other})["backend"] is other  # Lightning does so with what torch.compile was given
