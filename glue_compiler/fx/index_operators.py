@@ -305,6 +305,7 @@ READERS: dict[Any, _Reader] = {
     aten.full_like: _filled("fill_value"),
     aten.new_full: _filled("fill_value"),
     aten.scalar_tensor: _filled("s"),
+    aten.lift_fresh: _filled("self"),  # torch.tensor(number)
     aten.__and__: _logical(sympy.And, True),
     aten.bitwise_and: _logical(sympy.And, True),
     aten.logical_and: _logical(sympy.And, False),

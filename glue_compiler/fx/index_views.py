@@ -230,6 +230,7 @@ _VIEWS: dict[Any, _View] = {
     aten.clone: _same,
     aten.contiguous: _same,
     aten.detach: _same,
+    aten.detach_: _same,
     aten.lift_fresh: _same,
     aten.broadcast_to: _expand,
     aten.expand: _expand,

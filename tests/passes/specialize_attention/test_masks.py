@@ -46,6 +46,10 @@ def added(visible, dtype=torch.float64, low=float("-inf")):
     return torch.where(visible, torch.zeros((), dtype=dtype), low)
 
 
+def number(value):
+    return torch.tensor(value, dtype=torch.float64)
+
+
 PROVED = {
     "comparison": (causal, [], "causal"),
     "tril of ones": (lambda: torch.ones(T, T, dtype=torch.bool).tril(), [], "causal"),
@@ -57,6 +61,11 @@ PROVED = {
     ),
     "masked_fill": (
         lambda: torch.zeros(T, T, dtype=torch.float64).masked_fill(~causal(), float("-inf")),
+        [],
+        "causal",
+    ),
+    "numbers made tensors": (
+        lambda: torch.where(causal(), number(0.0), number(torch.finfo(torch.float64).min)),
         [],
         "causal",
     ),
@@ -238,6 +247,12 @@ LEFT_ALONE = {
     "a mask that is an input": (lambda mask: mask, [torch.ones(T, T, dtype=torch.bool).tril()], "not known"),
     "scores that are an input": (lambda mask: mask, [torch.zeros(T, T, dtype=torch.float64)], "more than 0"),
     "ALiBi": (alibi, [], "more than 0"),
+    "a number made a tensor, then written": (
+        lambda: torch.where(causal(), number(0.0).sub_(1), -1e30),
+        [],
+        "more than 0",
+    ),
+    "numbers made a tensor": (lambda: torch.where(causal(), number([0.0, -1.0] * (T // 2)), -1e30), [], "more than 0"),
     "a bias that hides little": (lambda: added(causal(), low=-5.0), [], "neither 0 nor below"),
     "heads of different windows": (per_head, [], "neither causal nor a window"),
     "another search in each row": (

@@ -151,8 +151,17 @@ def test_padding_added_to_the_scores_is_left_alone():
     assert all("depends on the scores" in reason for reason in run.skip_reasons)
 
 
+class WithoutExperts(torch.nn.Module):
+    """In place of experts: torch 2.11 cannot trace the backward of those of transformers 5.17 on a CPU."""
+
+    def forward(self, x):
+        return x, None
+
+
 def test_attention_sinks_are_left_alone():
     model = tiny("gpt_oss", "eager")
+    for layer in model.model.layers:
+        layer.mlp = WithoutExperts()
     run = specialized(model, eager=False)
     assert_steps_are_close(model, run, batch_of(packed=False))
     assert counts(run) == {}
