@@ -17,6 +17,7 @@ SCRIPTS = dict(re.findall(r'```python title="(\S+)"\n(.*?)```', PAGE, re.DOTALL)
 NEEDS = {
     "sft.py": "trl",
     "dpo.py": "trl",
+    "grpo.py": "trl",
     "lora.py": "peft",
     "qlora.py": "bitsandbytes",
     "accelerated.py": "accelerate",
