@@ -15,9 +15,8 @@ peft = pytest.importorskip("peft")
 
 def adapted(**changes: Any) -> Any:
     model = causal_model()
-    return peft.get_peft_model(
-        model, peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", **changes)
-    )
+    config = {"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **changes}
+    return peft.get_peft_model(model, peft.LoraConfig(**config))
 
 
 def assert_trains_as_eager(folder: Any, make: Any = adapted, **changes: Any) -> Any:
