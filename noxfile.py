@@ -20,7 +20,7 @@ TRANSFORMERS = ("4.57", "5.0", "newest")
 """``newest``: the release that constraints.txt names."""
 
 BOUND_TO_TRANSFORMERS = ("transformers", "huggingface_hub", "tokenizers", "accelerate", "peft", "hf-xet")
-TESTS = ("tests", "-m", "not slow")
+TESTS = ("tests", "-m", "not slow or stack")
 
 
 @nox.session

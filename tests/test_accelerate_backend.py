@@ -47,6 +47,7 @@ print(launch_command_parser().parse_args(["--dynamo_backend", "glue", "script.py
     assert run(code) == "glue"
 
 
+@pytest.mark.slow
 def test_an_accelerator_compiles_with_glue():
     code = """
 import torch

@@ -120,6 +120,7 @@ print(texts, [getattr(torch._dynamo.config, n) for n in ("capture_scalar_outputs
 """
 
 
+@pytest.mark.slow
 def test_inductor_in_the_same_process_gets_the_same_graphs():
     use_glue = 'torch.compile(lambda x: x * x.sum().item(), backend="glue")(torch.ones(3))'
     outputs = [

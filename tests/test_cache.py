@@ -10,6 +10,8 @@ import pytest
 
 import glue_compiler.passes.hoist_metadata as hoist_metadata
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = """
 import json, sys, torch
 from pathlib import Path
@@ -64,9 +66,7 @@ def test_a_pass_switched_off_misses(run):
     assert hits(run({"passes": {"memoize_metadata": False}})) == (0, 2)
 
 
-@pytest.mark.parametrize(
-    "source", ["rewrite.py", pytest.param("../../glue_compiler/fx/effects.py", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("source", ["rewrite.py", "../../glue_compiler/fx/effects.py"])
 def test_a_changed_source_misses(run, source):
     assert hits(run(touched=(Path(hoist_metadata.__file__).parent / source).resolve())) == (0, 3)
 

@@ -77,6 +77,7 @@ def graphs_in(folder):
     return sum(len(json.loads(summary.read_text())["graphs"]) for summary in folder.rglob("summary.json"))
 
 
+@pytest.mark.slow
 def test_another_process_loads_what_was_saved_before_and_after_the_first_call(tmp_path):
     dump = tmp_path / "dump"
     module = by_torch_compile("glue", {"compiler": "aot_eager", "dump": str(dump)})

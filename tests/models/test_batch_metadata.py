@@ -51,6 +51,7 @@ TOWERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "whole"),
     [("qwen2_5_vl", False), pytest.param("qwen3_vl", True, marks=pytest.mark.slow)],

@@ -57,6 +57,7 @@ def reads(run):
     return counts.get("aten::nonzero", 0), counts.get("aten::_local_scalar_dense", 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
 @pytest.mark.parametrize("name", ["llama", pytest.param("qwen3", marks=pytest.mark.slow)])
 def test_the_metadata_of_a_step_is_computed_once(name, checkpointing):

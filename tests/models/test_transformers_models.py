@@ -114,6 +114,7 @@ def vision_tower():
     return Qwen2VisionTransformerPretrainedModel._from_config(config, attn_implementation="sdpa")
 
 
+@pytest.mark.slow
 def test_a_vision_tower_that_cannot_be_traced_with_data_dependent_capture_runs():
     """With the capture flags set by hand it raises; plain Dynamo breaks the graph."""
     tower, session = vision_tower(), Session()

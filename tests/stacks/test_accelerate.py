@@ -24,6 +24,8 @@ from accelerate import Accelerator
 from torch.utils.data import DataLoader
 from tests.stacks.tiny import causal_model, token_rows, transformers
 
+pytestmark = [pytest.mark.slow, pytest.mark.stack]
+
 accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2{arguments})
 model = causal_model()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -11,6 +11,8 @@ from tests.stacks.tiny import LAYERS, causal_model, token_rows, transformers
 
 peft = pytest.importorskip("peft")
 
+pytestmark = [pytest.mark.slow, pytest.mark.stack]
+
 
 def bitsandbytes_base(folder: Any) -> Any:
     pytest.importorskip("bitsandbytes")

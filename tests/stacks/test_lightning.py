@@ -12,6 +12,8 @@ from tests.stacks.tiny import LAYERS, causal_model, token_rows, transformers
 
 lightning = pytest.importorskip("lightning")
 
+pytestmark = [pytest.mark.slow, pytest.mark.stack]
+
 
 class Causal(lightning.LightningModule):
     def __init__(self, compiles: bool) -> None:

@@ -12,6 +12,8 @@ from tests.stacks.tiny import LAYERS, causal_model
 
 peft = pytest.importorskip("peft")
 
+pytestmark = [pytest.mark.slow, pytest.mark.stack]
+
 
 def adapted(**changes: Any) -> Any:
     model = causal_model()
@@ -33,7 +35,6 @@ def test_lora(tmp_path, report, checkpointing):
     report.assert_attention("packed", LAYERS, compiles=2)
 
 
-@pytest.mark.slow
 def test_adapters_that_are_loaded_again(tmp_path, report):
     assert_trains_as_eager(tmp_path).save_model(str(tmp_path / "adapters"))
 
@@ -44,7 +45,6 @@ def test_adapters_that_are_loaded_again(tmp_path, report):
     report.assert_attention("packed", LAYERS, compiles=4)
 
 
-@pytest.mark.slow
 def test_dora(tmp_path, report):
     """peft's code asks for the module of a class, at which torch.compile ends the graph for every backend."""
 

@@ -9,6 +9,8 @@ import torch
 
 from tests.stacks.tiny import LAYERS, causal_model, token_rows, tokenizer, transformers
 
+pytestmark = [pytest.mark.slow, pytest.mark.stack]
+
 STEPS = 6
 ROWS = 4 * STEPS
 
@@ -115,7 +117,6 @@ def test_a_trained_model_generates(tmp_path, report):
     report.assert_attention("packed", LAYERS, compiles=2)
 
 
-@pytest.mark.slow
 def test_a_checkpoint_loads_and_goes_on(tmp_path, report):
     once = trained(tmp_path / "once", True)
     trained(tmp_path / "twice", True, save_strategy="steps", save_steps=3)

@@ -12,6 +12,8 @@ import torch
 
 from tests.stacks.tiny import transformers  # noqa: F401  skips where it, or datasets, is not installed
 
+pytestmark = [pytest.mark.slow, pytest.mark.stack]
+
 PAGE = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
 SCRIPTS = dict(re.findall(r'```python title="(\S+)"\n(.*?)```', PAGE, re.DOTALL))
 NEEDS = {
@@ -25,7 +27,6 @@ NEEDS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in SCRIPTS if name != "small.py"])
 def test_it_runs(name, report, tmp_path, monkeypatch):
     pytest.importorskip(NEEDS.get(name, "transformers"))

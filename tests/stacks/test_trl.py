@@ -12,6 +12,8 @@ from tests.stacks.tiny import LAYERS, causal_model, datasets, texts, tokenizer, 
 
 trl = pytest.importorskip("trl")
 
+pytestmark = [pytest.mark.slow, pytest.mark.stack]
+
 STEPS = 4
 # Of the loss that TRL computes in chunks: torch.compile ends the graph at its products into slices of a buffer.
 CHUNKED_LOSS = ("Attempted to call op with non-contiguous `out=` tensor",)
@@ -98,7 +100,6 @@ def test_preferences(tmp_path, report):
     report.assert_attention("packed", LAYERS, compiles=4, breaks=CHUNKED_LOSS)
 
 
-@pytest.mark.slow
 def test_reinforcement(tmp_path, report):
     generator = random.Random(0)
     rows = [{"prompt": words(generator, 3, 8)} for _ in range(16)]

@@ -93,6 +93,7 @@ def test_a_wrong_pass_is_found_blamed_and_what_does_not_matter_goes():
         assert gone not in failure.script.partition("# From here on")[0]
 
 
+@pytest.mark.slow
 def test_the_script_of_a_failure_runs_alone(tmp_path):
     wrong = program("y = x.sin()", options=(("extra_passes", [WRONG]),))
     file = tmp_path / "failure.py"
@@ -275,6 +276,7 @@ def test_the_command_line_prints_its_seed_and_what_fired(capsys):
     assert code == ("FAILED" in printed)
 
 
+@pytest.mark.slow
 def test_two_workers_count_together():
     found = subprocess.run(
         [

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 from glue_compiler.testing import capture, save
 
 TEST = """
@@ -18,6 +20,7 @@ def test_of_a_file(glue_load, glue_run_pass):
 """
 
 
+@pytest.mark.slow
 def test_a_failure_shows_the_difference_of_the_graphs(tmp_path):
     import torch
 

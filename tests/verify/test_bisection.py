@@ -173,6 +173,7 @@ def test_torchs_bisector_finds_the_rewrite_in_glue():
     assert "glue" not in compiler_bisector.BACKENDS
 
 
+@pytest.mark.slow
 def test_torchs_variables_count_single_rewrites(tmp_path):
     script = f"""
     import torch

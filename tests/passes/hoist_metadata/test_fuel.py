@@ -14,6 +14,7 @@ def rewrites(fn, *args, **options):
     return run_pass(graph, "hoist_metadata", **options).rewrites
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fn", [two_layers, checkpointed()], ids=["plain", "checkpointed"])
 def test_every_beginning_of_the_rewrites_is_consistent_and_bitwise_the_same(fn):
     x, first, second = (t.requires_grad_() for t in layer_inputs())

@@ -37,6 +37,7 @@ def run(tmp_path_factory):
     return run
 
 
+@pytest.mark.slow
 def test_hits_and_misses(run):
     hits, misses, blocks, total = run(offload="checkpoints")
     assert (hits, misses, blocks) == (0, 2, 2)

@@ -274,6 +274,7 @@ def _ddp_worker(rank, folder):
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_two_processes_with_ddp_and_gloo(tmp_path):
     # Joined: if one rank fails, the other is ended, and the failure is raised here.
     torch.multiprocessing.spawn(_ddp_worker, (tmp_path,), nprocs=2, daemon=True)
