@@ -209,8 +209,7 @@ def _before_repeat(node: fx.Node, heads: Any, gradients: Gradients, reader: Inde
         one_group = (wanted[0], sympy.floor(wanted[1] / (heads // source[1])), *wanted[2:])
         if element.index == broadcast_index(one_group, source):
             found = operators.node_of(element.value)
-            is_here = found is not None and found.graph is node.graph
-            if is_here and operators.is_kept(element.value, gradients.output):
+            if found is not None and found.graph is node.graph and operators.is_kept(element.value, gradients.output):
                 return found
     return node
 
