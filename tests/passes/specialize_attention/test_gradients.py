@@ -50,6 +50,24 @@ def written_unnoticed(query, key, value):
     return result
 
 
+@torch._dynamo.allow_in_graph
+def zeroed_in_secret(tensor):
+    return tensor.data.zero_().sum()
+
+
+def written_in_secret(query, key, value):
+    out = written_out(query, key, value)
+    result = out * 2
+    return result, zeroed_in_secret(out)
+
+
+def other_written_in_secret(query, key, value):
+    """It may know of inputs, but not of what the graph has made."""
+    out = written_out(query * 2, key * 2, value * 2)
+    result = out * 2
+    return result, zeroed_in_secret(result.detach().clone())
+
+
 def sum_negated(query, key, value):
     return (written_out(query, key, value) + query).neg_()
 
@@ -112,6 +130,8 @@ def negated_in_its_region(query, key, value):
         (negated, WRITTEN),
         (part_written, WRITTEN),
         (written_unnoticed, WRITTEN),
+        (written_in_secret, WRITTEN),
+        (other_written_in_secret, CAUSAL),
         (sum_negated, CAUSAL),
         (negated_in_the_middle, CAUSAL),
         (negated_without_gradients, CAUSAL),
