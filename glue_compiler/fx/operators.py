@@ -21,6 +21,7 @@ import torch
 from torch import fx
 
 from glue_compiler.fx.effects import EffectAnalysis, Kind
+from glue_compiler.fx.modes import Mode
 from glue_compiler.fx.records import CallRecord, Given, Made, Meta, RecordedOperator, Unknown, map_references, meta_of
 from glue_compiler.fx.value_numbering import Numbering
 from glue_compiler.fx.values import StorageKey, is_plain, leaves, storage_of, value_of
@@ -153,6 +154,10 @@ class Operators:
         return node if self.value(node) == value else None
 
     # -- what makes them
+
+    def mode(self, node: fx.Node) -> Mode:
+        """The mode of autograd and autocast that ``node`` runs in."""
+        return self.analysis.mode_of(self._modules[node.graph], node)
 
     def record(self, node: fx.Node) -> CallRecord | None:
         if node not in self._records:

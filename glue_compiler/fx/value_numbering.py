@@ -9,8 +9,10 @@ Briggs, Cooper, Simpson 1997), with memory as a version counter per storage.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -133,6 +135,14 @@ class Numbering:
         if storage in self.unreadable:
             return False
         return self._last_write({storage}, self.ends[after], self.starts[before]) is None
+
+    def is_unwritten_after(self, storages: Iterable[StorageKey], node: fx.Node) -> bool:
+        """Is nothing written to any of ``storages`` from ``node`` to the end of the graph, as far as is known?"""
+        return all(s not in self.unreadable and self._last_writes.get(s, 0) <= self.ends[node] for s in storages)
+
+    @functools.cached_property
+    def _last_writes(self) -> dict[StorageKey, int]:
+        return {storage: write.time for write in self.writes for storage in write.storages}
 
     def last_write(self, storage: StorageKey, node: fx.Node, before: fx.Node) -> int | None:
         """When ``storage`` was last written before ``before`` begins; None if not since ``node`` or not known."""

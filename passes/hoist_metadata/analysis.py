@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,9 +33,8 @@ class Merge:
     keep: fx.Node
     duplicates: tuple[fx.Node, ...]
 
-    def without(self, symbols: set[Any]) -> Merge:
-        """The duplicates that have nothing to do with ``symbols``."""
-        return Merge(self.keep, tuple(node for node in self.duplicates if symbols.isdisjoint(symbols_around(node))))
+    def of(self, duplicates: Iterable[fx.Node]) -> Merge:
+        return Merge(self.keep, tuple(duplicates))
 
 
 @dataclass(frozen=True)
@@ -69,12 +69,12 @@ class Plan:
 
     def symbols_gone(self) -> set[Any]:
         """The unbacked symbols of the nodes that go away."""
-        return {symbol for node in self.nodes_gone() for symbol in unbacked_in(value_of(node))}
+        return {symbol for node in self.replaced() for symbol in unbacked_in(value_of(node))}
 
-    def nodes_gone(self) -> set[fx.Node]:
-        """The nodes whose place another one takes."""
-        gone = {node for merge in self.merges for node in merge.duplicates}
-        return gone | {occurrence.node for lift in self.lifts for occurrence in lift.in_bodies}
+    def replaced(self) -> dict[fx.Node, fx.Node]:
+        """The nodes that go away, and for each the one that takes its place, or of which that is a copy."""
+        merged = {node: merge.keep for merge in self.merges for node in merge.duplicates}
+        return merged | {each.node: lift.existing or lift.first.node for lift in self.lifts for each in lift.in_bodies}
 
 
 def plan_hoisting(numbering: Numbering, scope: Scope, byte_limit: int, shape_env: Any) -> Plan:
@@ -101,7 +101,7 @@ def limit_plan(plan: Plan, fuel: Fuel) -> Plan:
                 gone.add(node)
                 # Torch's fake tensors know one symbol for what is read of one tensor: two readers must not remain.
                 gone.update(user for user in node.users if user in planned and own_symbols(user))
-    merges = [Merge(merge.keep, tuple(node for node in merge.duplicates if node in gone)) for merge in plan.merges]
+    merges = [merge.of(node for node in merge.duplicates if node in gone) for merge in plan.merges]
     merges = [merge for merge in merges if merge.duplicates]
     limited = Plan(plan.scope, list(lifts), merges, skips=plan.skips)
     symbols = limited.symbols_gone()
@@ -323,21 +323,51 @@ class _Planner:
             self.plan.merges.append(Merge(safe[0], tuple(safe[1:])))
 
     def _keep_readers_of_what_stays(self) -> None:
-        """What is computed again keeps the symbols that it makes, so what is made of those is no duplicate either."""
+        """What is computed again keeps the symbols that it makes, so what is made of those is no duplicate either.
+
+        Nor is what has other symbols than the node that it repeats once all that is replaced is gone: what both are
+        made of is equal, but is not one.
+        """
         nodes = [node for scope in (self.scope, *self.scope.children) for node in scope.module.graph.nodes]
         makers = {symbol: node for node in nodes for symbol in own_symbols(node) & self.numbering.equal_symbols.keys()}
         while makers:
-            gone = self.plan.nodes_gone()
+            gone, kept = self.plan.replaced(), self._kept_symbols()
             staying = {symbol for symbol, maker in makers.items() if maker not in gone}
-            merges = [merge.without(staying) for merge in self.plan.merges]
+            merges = [
+                merge.of(
+                    node
+                    for node in merge.duplicates
+                    if staying.isdisjoint(symbols_around(node))
+                    and all(kept.get(s, s) == kept.get(k, k) for s, k in self._equal_symbols(node, merge.keep).items())
+                )
+                for merge in self.plan.merges
+            ]
             if merges == self.plan.merges:
                 return
             self.plan.merges = [merge for merge in merges if merge.duplicates]
 
+    def _kept_symbols(self) -> dict[Any, Any]:
+        """The symbols that go away with the nodes that make them, and those that take their place."""
+        found: dict[Any, Any] = {}
+        for node, survivor in self.plan.replaced().items():
+            equal = self._equal_symbols(node, survivor)
+            found.update({symbol: equal[symbol] for symbol in own_symbols(node) & equal.keys()})
+        return found
+
+    def _equal_symbols(self, node: fx.Node, survivor: fx.Node) -> dict[Any, Any]:
+        """The symbols of a node's value, and those of an equal value that stand for the same numbers."""
+        first = self.numbering.equal_symbols
+        there = {first.get(symbol, symbol): symbol for symbol in unbacked_in(value_of(survivor))}
+        here = unbacked_in(value_of(node))
+        return {symbol: there[first.get(symbol, symbol)] for symbol in here if first.get(symbol, symbol) in there}
+
     def _add_symbols(self) -> None:
         """Symbols of the nodes that go away, unless torch had given both the same one."""
+        kept = self._kept_symbols()
         for symbol in sorted(self.plan.symbols_gone() & self.numbering.equal_symbols.keys(), key=str):
-            self.plan.equal_symbols[symbol] = self.numbering.equal_symbols[symbol]
+            survivor = kept.get(symbol, self.numbering.equal_symbols[symbol])
+            if survivor != symbol:
+                self.plan.equal_symbols[symbol] = survivor
 
     def _report_separated(self) -> None:
         in_view = {self.scope, *self.scope.children}

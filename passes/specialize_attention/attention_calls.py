@@ -17,6 +17,7 @@ from glue_compiler.fx.index_views import Element, NotAView, broadcast_index, sou
 from glue_compiler.fx.operators import FOUND, Call, Operators, Value
 from glue_compiler.fx.value_numbering import Scope
 from glue_compiler.fx.values import requires_grad, value_of
+from glue_compiler.passes.specialize_attention.gradients import Gradients
 
 aten = torch.ops.aten
 
@@ -140,12 +141,16 @@ def _site(
         raise NotAttention("one head of keys is broadcast to all queries")
     if length != of_key[2]:
         raise NotAttention("there are not provably as many keys as queries (a cache of earlier keys?)")
-    _require_equal_gradients(output, (query, key, value), inside)
+    gradients = Gradients(output, operators)
+    if not all(map(gradients.pass_through, inside)):
+        raise NotAttention("gradients are switched off for a part of it")
     if mask is not None and mask.value.step != FOUND and requires_grad(value_of(mask.value.node)):
         raise NotAttention("the mask has a gradient")
-    grouped_key, grouped_value = (_before_repeat(node, heads, output, reader) for node in (key, value))
+    grouped_key, grouped_value = (_before_repeat(node, heads, gradients, reader) for node in (key, value))
     if len({reader.shape(operators.value(node))[1] for node in (grouped_key, grouped_value)}) > 1:
         grouped_key, grouped_value = key, value
+    if not gradients.may_save(query, grouped_key, grouped_value, output):
+        raise NotAttention("its operands or its result are written in place later, and backward would read them")
     return AttentionSite(
         scope,
         output,
@@ -184,35 +189,18 @@ def _require_supported_numbers(dropout: Any, scale: Any) -> None:
         raise NotAttention(f"its scale is {scale}; kernels without a mask take positive ones")
 
 
-def _require_equal_gradients(output: fx.Node, operands: tuple[fx.Node, ...], inside: tuple[fx.Node, ...]) -> None:
-    """One operator in the place of ``output`` must pass gradients on as all nodes between do together."""
-
-    def passes_on(node: fx.Node) -> bool | None:
-        """Does the node pass gradients on? None: it has none to pass on."""
-        if not any(requires_grad(value_of(arg)) for arg in node.all_input_nodes):
-            return None
-        return requires_grad(value_of(node))
-
-    if requires_grad(value_of(output)):
-        is_equal = all(passes_on(node) is not False for node in inside)
-    else:
-        is_equal = passes_on(output) is False or not any(requires_grad(value_of(node)) for node in operands)
-    if not is_equal:
-        raise NotAttention("gradients are switched off for a part of it")
-
-
-def _before_repeat(node: fx.Node, heads: Any, output: fx.Node, reader: IndexReader) -> fx.Node:
+def _before_repeat(node: fx.Node, heads: Any, gradients: Gradients, reader: IndexReader) -> fx.Node:
     """The tensor of which ``node`` repeats each head for a group of query heads; ``node`` itself if it does not."""
     operators = reader.operators
     wanted = tuple(sympy.Symbol(name, integer=True, nonnegative=True) for name in "bhtd")
     value = operators.value(node)
     shape = reader.shape(value)
     element = Element(value, broadcast_index(wanted, shape))
-    while True:
+    while gradients.pass_through(element.value.node):
         try:
             element = source_of(operators, element.value, element.index)
         except NotAView:
-            return node
+            break
         source = reader.shape(element.value)
         if len(source) != 4 or not isinstance(heads, int) or not isinstance(source[1], int) or source[1] < 1:
             continue
@@ -221,9 +209,9 @@ def _before_repeat(node: fx.Node, heads: Any, output: fx.Node, reader: IndexRead
         one_group = (wanted[0], sympy.floor(wanted[1] / (heads // source[1])), *wanted[2:])
         if element.index == broadcast_index(one_group, source):
             found = operators.node_of(element.value)
-            if found is None or found.graph is not node.graph or not operators.is_kept(element.value, output):
-                continue
-            return found if requires_grad(value_of(found)) == requires_grad(value_of(node)) else node
+            if found is not None and found.graph is node.graph and operators.is_kept(element.value, gradients.output):
+                return found
+    return node
 
 
 def _written_out_site(output: Value, call: Call, scope: Scope, reader: IndexReader) -> AttentionSite | None:
@@ -246,8 +234,8 @@ def _written_out_site(output: Value, call: Call, scope: Scope, reader: IndexRead
     if any(node is None or node.graph is not output.node.graph for node in nodes):
         return None
     inside = _used_here_alone([node for node in nodes if node is not None], output.node, operators)
-    _require_one_autocast(inside, output.node, scope, operators)
-    _require_one_precision((query, key, value), chain.links, output, scope, operators)
+    _require_one_autocast(inside, output.node, operators)
+    _require_one_precision((query, key, value), chain.links, output, operators)
     operands = (query, key, value)
     return _site(scope, reader, output.node, operands, chain.mask, chain.dropout, chain.scale, False, inside)
 
@@ -354,20 +342,18 @@ def _is_product(value: Value, operators: Operators) -> bool:
 
 
 def _transposed(value: Any, output: fx.Node, reader: IndexReader) -> Value | None:
-    """The key ``[B, H, S, D]`` behind ``[B, H, D, S]``."""
+    """The key ``[B, H, S, D]`` behind ``[B, H, D, S]``; None if there is none."""
     operators = reader.operators
     if not operators.is_tensor(value) or operators.meta(value).rank != 4:
         return None
     b, h, d, s = (sympy.Symbol(name, integer=True, nonnegative=True) for name in "bhds")
     shape = reader.shape(value)
     element = Element(value, broadcast_index((b, h, d, s), shape))
-    while True:
-        before = requires_grad(value_of(element.value.node))
+    gradients = Gradients(output, operators)
+    while gradients.pass_through(element.value.node):
         try:
             element = source_of(operators, element.value, element.index)
         except NotAView:
-            return None
-        if requires_grad(value_of(element.value.node)) != before:
             return None
         found = reader.shape(element.value)
         swapped = (shape[0], shape[1], shape[3], shape[2])
@@ -375,6 +361,7 @@ def _transposed(value: Any, output: fx.Node, reader: IndexReader) -> Value | Non
             node = operators.node_of(element.value)
             if node is not None and node.graph is output.graph:
                 return element.value
+    raise NotAttention("gradients are switched off for a part of it")
 
 
 def _used_here_alone(links: list[fx.Node], output: fx.Node, operators: Operators) -> tuple[fx.Node, ...]:
@@ -397,20 +384,20 @@ def _used_here_alone(links: list[fx.Node], output: fx.Node, operators: Operators
     return tuple(node for node in reversed(output.graph.nodes) if node in inside)
 
 
-def _require_one_autocast(inside: tuple[fx.Node, ...], output: fx.Node, scope: Scope, operators: Operators) -> None:
-    modes = {operators.analysis.mode_of(scope.module, node).autocast for node in (*inside, output)}
+def _require_one_autocast(inside: tuple[fx.Node, ...], output: fx.Node, operators: Operators) -> None:
+    modes = {operators.mode(node).autocast for node in (*inside, output)}
     if len(modes) > 1:
         raise NotAttention("autocast is switched on or off inside of it")
 
 
 def _require_one_precision(
-    operands: tuple[Value, Value, Value], links: list[Value], output: Value, scope: Scope, operators: Operators
+    operands: tuple[Value, Value, Value], links: list[Value], output: Value, operators: Operators
 ) -> None:
     """What is computed between the operands and the result is at least as exact as the result's dtype."""
     wanted = operators.meta(output)
     of_operands = {operators.meta(each).dtype for each in operands}
     is_cast = torch.is_autocast_enabled(wanted.device.type)
-    is_cast = is_cast or bool(operators.analysis.mode_of(scope.module, output.node).autocast)
+    is_cast = is_cast or bool(operators.mode(output.node).autocast)
     if of_operands != {wanted.dtype} and not (is_cast and torch.float64 not in of_operands):
         names = ", ".join(sorted(str(each) for each in of_operands | {wanted.dtype}))
         raise NotAttention(f"its parts are of several dtypes: {names}")

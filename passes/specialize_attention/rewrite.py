@@ -54,7 +54,7 @@ class _Writer:
         self.make.meta = {
             name: site.output.meta[name] for name in ("stack_trace", "nn_module_stack") if name in site.output.meta
         }
-        self.make.mode = self.reader.operators.analysis.mode_of(site.scope.module, site.output)
+        self.make.mode = self.reader.operators.mode(site.output)
         graph = site.scope.module.graph
         expected = value_of(site.output)
         with graph.inserting_before(site.output):
@@ -125,7 +125,7 @@ class _Writer:
     def _write_metadata(self, replacement: Replacement, place: MetadataPlace) -> list[fx.Node]:
         site, visibility = replacement.site, replacement.visibility
         graph = place.scope.module.graph
-        self.make.meta, self.make.mode = {}, self.reader.operators.analysis.mode_of(place.scope.module, place.before)
+        self.make.meta, self.make.mode = {}, self.reader.operators.mode(place.before)
         with graph.inserting_before(place.before):
             batch, length = (
                 self.make.size(graph, site.query, dim) if size is None else size

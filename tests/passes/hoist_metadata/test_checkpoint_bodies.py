@@ -200,6 +200,36 @@ def test_what_a_body_writes_before_reading_stays_inside():
     assert outer_count(run.graph, "cumsum") == 0
 
 
+def scaled_by_a_list(x, positions, weight):
+    listed = positions[:2].tolist()
+    return torch.tanh(x @ weight) * (torch.tensor(listed).sum() + 1)
+
+
+def test_gradients_of_what_has_left_a_body_are_those_of_the_forward_pass():
+    """Eager runs the region again on what has been written since, and its gradients are of neither run."""
+
+    def gradients_of(fn, writes):
+        positions = torch.tensor([2, 3, 4])
+        for tensor in inputs:
+            tensor.grad = None
+        out = fn(inputs[0], positions, inputs[1])
+        if writes:
+            positions.data.zero_()
+        out.sum().backward()
+        return [tensor.grad.clone() for tensor in inputs]
+
+    def model(x, positions, weight):
+        return checkpoint(scaled_by_a_list, x, positions, weight, use_reentrant=False)
+
+    inputs, run = grad_inputs()[:2], compile_with_glue(model)
+    expected = gradients_of(scaled_by_a_list, writes=True)
+    for writes in (False, True):
+        for got, want in zip(gradients_of(run.call, writes), expected, strict=True):
+            torch.testing.assert_close(got, want, rtol=0, atol=0)
+    assert outer_count(run.graph, "item") == 2
+    assert not torch.allclose(gradients_of(model, writes=True)[0], expected[0])
+
+
 def test_random_numbers_stay_inside():
     def layer(x, positions):
         return x + torch.nn.functional.dropout(positions.double(), 0.5)

@@ -414,3 +414,25 @@ def test_two_outputs_that_depend_on_data_keep_their_own_sizes(repeated):
     for got, want in zip(run.call(positions), repeated(positions), strict=True):
         assert torch.equal(got, want)
     assert len(run.graphs) == 1
+
+
+@pytest.mark.parametrize("first_is", ["written", "returned", "used"])
+def test_the_second_and_third_become_one_where_the_first_stays(first_is):
+    """Sizes that depend on data: of what stays, those of the second are known by other symbols than the first's."""
+
+    def fn(positions):
+        first = torch.nonzero(positions == 0)
+        if first_is == "written":
+            first.fill_(1)
+        second, third = torch.nonzero(positions == 0), torch.nonzero(positions == 0)
+        sums = [each.flatten().cumsum(0) for each in (first, second, third)]
+        scaled = third * 2
+        scaled[0] = 5
+        sums[2][-1] = 1
+        found = (*(each.sum() for each in sums), second.sum(), scaled.sum())
+        return (first, *found) if first_is == "returned" else found
+
+    run, positions = compile_with_glue(fn), positions_of(3, 4, 5)
+    for got, want in zip(run.call(positions), fn(positions), strict=True):
+        assert torch.equal(got, want)
+    assert count(run.graph, torch.nonzero) == (1 if first_is == "used" else 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -57,3 +58,38 @@ def assert_close(fn: Any, run: Run, tensors: list[Tensor], *args: Any) -> None:
     assert len(expected) == len(actual) == 1 + len(tensors)
     for want, got in zip(expected, actual, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+
+
+def run_as(fn: Any, tensors: list[Tensor], args: Any) -> tuple[list[Tensor], list[Tensor | None]]:
+    for tensor in tensors:
+        tensor.grad = None
+    found = fn(*tensors, *(arg.clone() for arg in args))
+    outputs = list(found) if isinstance(found, tuple) else [found]
+    generator = torch.Generator().manual_seed(1)
+    with_gradients = [out for out in outputs if out.requires_grad]
+    if with_gradients:
+        sum(
+            (out * torch.randn(out.shape, generator=generator, dtype=out.dtype)).sum() for out in with_gradients
+        ).backward()
+    return outputs, [tensor.grad for tensor in tensors]
+
+
+def assert_as_eager(
+    fn: Any, expected: dict[str, int] | str, args: Any = (), tensors: list[Tensor] | None = None, **options: Any
+) -> None:
+    """``expected``: what the pass counts, or a pattern of the reason why it left the attention alone."""
+    tensors = tensors or inputs()
+    outputs, gradients = run_as(fn, tensors, args)
+    run = specialized(fn, **options)
+    for found, wanted in zip(run_as(run.call, tensors, args), (outputs, gradients), strict=True):
+        for got, want in zip(found, wanted, strict=True):
+            assert (got is None) == (want is None)
+            if isinstance(want, Tensor):
+                assert (got.requires_grad, got.stride()) == (want.requires_grad, want.stride())
+                torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10, equal_nan=True)
+    if isinstance(expected, dict):
+        assert counts(run) == expected
+        return
+    assert counts(run) == {}
+    reasons = [skip.reason for report in run.report.passes for skip in report.skips]
+    assert any(re.search(expected, reason) for reason in reasons), reasons

@@ -76,6 +76,7 @@ PROVED = {
     "strictly less than one more": (lambda: tokens() < tokens()[:, None] + 1, [], "causal"),
     "all": (lambda: torch.ones(T, T, dtype=torch.bool), [], "unmasked"),
     "all, by bounds": (lambda: (tokens() < T) & (tokens()[:, None] >= 0), [], "unmasked"),
+    "one element that is known": (lambda: causal() & (tokens()[3] >= 1), [], "causal"),
     "a window longer than the row": (lambda: causal() & (tokens()[:, None] - tokens() < T), [], "causal"),
     "causal window": (lambda: causal() & (tokens()[:, None] - tokens() < 4), [], "packed"),
     "window, by banded triangles": (
@@ -245,7 +246,18 @@ LEFT_ALONE = {
     "padding, added": (lambda pad: added(causal() & pad[:, None, None], low=-1e30), [LEFT_PADDING], "depends on the"),
     "padding, minus infinity added": (lambda pad: added(causal() & pad[:, None, None]), [LEFT_PADDING], "depends on"),
     "a mask that is an input": (lambda mask: mask, [torch.ones(T, T, dtype=torch.bool).tril()], "not known"),
-    "scores that are an input": (lambda mask: mask, [torch.zeros(T, T, dtype=torch.float64)], "more than 0"),
+    "scores that are an input": (lambda mask: mask, [torch.zeros(T, T, dtype=torch.float64)], "an input of the graph"),
+    "scores by a vector that is an input": (
+        lambda bias: added(causal()) + bias,
+        [torch.zeros(T, dtype=torch.float64)],
+        "more than 0",
+    ),
+    "one element of a tensor": (lambda lengths: causal() & (lengths[0] >= 1), [LENGTHS], "not proved to grow by one"),
+    "one element less a token": (
+        lambda lengths: causal() & (tokens()[:, None] < lengths[0] + 12),
+        [LENGTHS],
+        "not proved to grow by one",
+    ),
     "ALiBi": (alibi, [], "more than 0"),
     "a number made a tensor, then written": (
         lambda: torch.where(causal(), number(0.0).sub_(1), -1e30),

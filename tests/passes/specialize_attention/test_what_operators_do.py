@@ -1,14 +1,20 @@
 """Programs that differ in what an operator does, or in when: each against eager in fp64, beside its near miss."""
 
 import contextlib
-import re
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
-from tests.passes.specialize_attention.attention import LENGTH, POSITIONS, counts, inputs, specialized
+from tests.passes.specialize_attention.attention import (
+    LENGTH,
+    POSITIONS,
+    assert_as_eager,
+    counts,
+    inputs,
+    run_as,
+    specialized,
+)
 
 T = LENGTH
 STARTS = POSITIONS == 0
@@ -49,39 +55,6 @@ def written_out(scores=None, mask=None, softmax=None, weights=None):
     softmax = softmax or (lambda scores: F.softmax(scores, dim=-1))
     weights = weights or (lambda weights: weights)
     return lambda query, key, value: weights(softmax(mask(scores(query, key)))) @ value
-
-
-def run_as(fn, tensors, args):
-    for tensor in tensors:
-        tensor.grad = None
-    found = fn(*tensors, *(arg.clone() for arg in args))
-    outputs = list(found) if isinstance(found, tuple) else [found]
-    generator = torch.Generator().manual_seed(1)
-    with_gradients = [out for out in outputs if out.requires_grad]
-    if with_gradients:
-        sum(
-            (out * torch.randn(out.shape, generator=generator, dtype=out.dtype)).sum() for out in with_gradients
-        ).backward()
-    return outputs, [tensor.grad for tensor in tensors]
-
-
-def assert_as_eager(fn, expected, args=(), tensors=None):
-    """``expected``: what the pass counts, or a pattern of the reason why it left the attention alone."""
-    tensors = tensors or inputs()
-    outputs, gradients = run_as(fn, tensors, args)
-    run = specialized(fn)
-    for found, wanted in zip(run_as(run.call, tensors, args), (outputs, gradients), strict=True):
-        for got, want in zip(found, wanted, strict=True):
-            assert (got is None) == (want is None)
-            if isinstance(want, Tensor):
-                assert (got.requires_grad, got.stride()) == (want.requires_grad, want.stride())
-                torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10, equal_nan=True)
-    if isinstance(expected, dict):
-        assert counts(run) == expected
-        return
-    assert counts(run) == {}
-    reasons = [skip.reason for report in run.report.passes for skip in report.skips]
-    assert any(re.search(expected, reason) for reason in reasons), reasons
 
 
 # -- arguments

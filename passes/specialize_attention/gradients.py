@@ -1,0 +1,44 @@
+"""Whether one operator in the place of several gives the gradients that they give, and may save what it needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from glue_compiler.fx.operators import Operators
+from glue_compiler.fx.values import requires_grad, storages_of, value_of
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Of an operator that is to take the place of ``output``, and of nodes before it."""
+
+    output: fx.Node
+    operators: Operators
+
+    @property
+    def are_cut_off(self) -> bool:
+        """Is the output made without gradients, whether or not its operands need some?"""
+        return not self._is_on(self.output) and not requires_grad(value_of(self.output))
+
+    def pass_through(self, node: fx.Node) -> bool:
+        """Does ``node`` pass gradients of the output on to its operands, as an operator in the output's place would?
+
+        What is on record of its result does not say: a view made without gradients of a tensor that needs one is on
+        record as needing one too, as in eager, where it is a leaf of its own.
+        """
+        if self.are_cut_off or not any(requires_grad(value_of(arg)) for arg in node.all_input_nodes):
+            return True
+        return requires_grad(value_of(node)) and self._is_on(node)
+
+    def may_save(self, *nodes: fx.Node) -> bool:
+        """Will backward find in the memory of all ``nodes`` what the output finds there, or leaves there?"""
+        saved = storages_of([value_of(node) for node in nodes])
+        is_final = self.operators.numbering.is_unwritten_after(saved, self.output)
+        return is_final or not requires_grad(value_of(self.output))
+
+    def _is_on(self, node: fx.Node) -> bool:
+        grad = self.operators.mode(node).grad
+        return torch.is_grad_enabled() if grad is None else grad  # passes run in the mode around the graph

@@ -1,0 +1,228 @@
+"""Gradients that an operator in the place of several would give otherwise, or could not give; beside near misses."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from tests.passes.specialize_attention.attention import (
+    LENGTH,
+    assert_as_eager,
+    counts,
+    inputs,
+    specialized,
+)
+
+CAUSAL = {"causal": 1}
+WRITTEN = "written in place later"
+
+
+def causal():
+    token = torch.arange(LENGTH)
+    return token[:, None] >= token
+
+
+def written_out(query, key, value):
+    return (query @ key.transpose(2, 3) * 0.25).masked_fill(~causal(), float("-inf")).softmax(-1) @ value
+
+
+def repeated(heads):
+    return heads.repeat_interleave(2, 1)
+
+
+# -- what backward reads is written after the attention
+
+
+def negated(query, key, value):
+    return written_out(query, key, value).neg_()
+
+
+def part_written(query, key, value):
+    out = written_out(query, key, value)
+    out[:, 0, 1:] = 1
+    return out
+
+
+def written_unnoticed(query, key, value):
+    out = written_out(query, key, value)
+    result = out * 2
+    out.data.zero_()
+    return result
+
+
+@torch._dynamo.allow_in_graph
+def zeroed_in_secret(tensor):
+    return tensor.data.zero_().sum()
+
+
+def written_in_secret(query, key, value):
+    out = written_out(query, key, value)
+    result = out * 2
+    return result, zeroed_in_secret(out)
+
+
+def other_written_in_secret(query, key, value):
+    """It may know of inputs, but not of what the graph has made."""
+    out = written_out(query * 2, key * 2, value * 2)
+    result = out * 2
+    return result, zeroed_in_secret(result.detach().clone())
+
+
+def sum_negated(query, key, value):
+    return (written_out(query, key, value) + query).neg_()
+
+
+def negated_in_the_middle(query, key, value):
+    return written_out(query, key, value).clone().neg_() + key
+
+
+def negated_without_gradients(query, key, value):
+    with torch.no_grad():
+        out = written_out(query, key, value).neg_()
+    return out + query
+
+
+def query_written(query, key, value):
+    doubled = query * 2
+    out = written_out(doubled, key.detach(), value)
+    doubled.zero_()
+    return out
+
+
+def query_written_before(query, key, value):
+    doubled = query * 2
+    doubled.neg_()
+    return written_out(doubled, key.detach(), value)
+
+
+def value_written(query, key, value):
+    doubled = value * 2
+    out = written_out(query.detach(), key.detach(), doubled)
+    doubled.zero_()
+    return out
+
+
+def key_written(query, key, value):
+    doubled = key * 2
+    out = written_out(query, repeated(doubled), repeated(value))
+    doubled.zero_()
+    return out
+
+
+def mask_written(query, key, value):
+    bias = torch.zeros(LENGTH, LENGTH, dtype=torch.float64).masked_fill(~causal(), float("-inf"))
+    out = (query @ key.mT + bias).softmax(-1) @ value
+    return out, bias.zero_()
+
+
+def negated_after_its_region(query, key, value):
+    return checkpoint(written_out, query, key, value, use_reentrant=False).neg_()
+
+
+def negated_in_its_region(query, key, value):
+    return checkpoint(negated, query, key, value, use_reentrant=False)
+
+
+@pytest.mark.parametrize("eager", [True, False], ids=["the graph", "compiled"])
+@pytest.mark.parametrize(
+    ("fn", "expected"),
+    [
+        (negated, WRITTEN),
+        (part_written, WRITTEN),
+        (written_unnoticed, WRITTEN),
+        (written_in_secret, WRITTEN),
+        (other_written_in_secret, CAUSAL),
+        (sum_negated, CAUSAL),
+        (negated_in_the_middle, CAUSAL),
+        (negated_without_gradients, CAUSAL),
+        (query_written, WRITTEN),
+        (query_written_before, CAUSAL),
+        (value_written, WRITTEN),
+        (key_written, WRITTEN),
+        (mask_written, CAUSAL),
+        (negated_after_its_region, WRITTEN),
+        (negated_in_its_region, WRITTEN),
+    ],
+)
+def test_what_backward_reads_is_not_written(fn, expected, eager):
+    assert_as_eager(fn, expected, tensors=inputs(1, 4, 2 if fn is key_written else 4), eager=eager)
+
+
+# -- gradients end at what is made without them
+
+
+@pytest.mark.parametrize("with_gradients", [False, True])
+def test_a_key_transposed_without_gradients_gets_none(with_gradients):
+    def fn(query, key, value):
+        with torch.set_grad_enabled(with_gradients):
+            transposed = key.mT
+        return (query @ transposed * 0.25).masked_fill(~causal(), -1e30).softmax(-1) @ value
+
+    assert_as_eager(fn, CAUSAL if with_gradients else "gradients are switched off")
+
+
+@pytest.mark.parametrize("without", ["view", "expand", "reshape", "detach", "nothing"])
+@pytest.mark.parametrize("of", ["key", "value"])
+def test_a_head_repeated_without_gradients_gets_none(without, of):
+    def step(name, make):
+        with torch.set_grad_enabled(without != name):
+            return make()
+
+    def shared(heads):
+        heads = heads.detach() if without == "detach" else heads
+        one = step("view", lambda: heads[:, :, None])
+        many = step("expand", lambda: one.expand(-1, -1, 2, -1, -1))
+        return step("reshape", lambda: many.reshape(1, 4, LENGTH, 16))
+
+    def fn(query, key, value):
+        key = shared(key) if of == "key" else repeated(key)
+        value = shared(value) if of == "value" else repeated(value)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=causal())
+
+    assert_as_eager(fn, CAUSAL, tensors=inputs(1, 4, 2))
+
+
+def test_heads_repeated_without_gradients_need_none():
+    """Nothing needs a gradient then, but what was repeated does."""
+
+    def fn(query, key, value):
+        with torch.no_grad():
+            key, value = repeated(key), repeated(value)
+        return F.scaled_dot_product_attention(query.detach(), key, value, attn_mask=causal()), query + 1
+
+    assert_as_eager(fn, CAUSAL, tensors=inputs(1, 4, 2))
+
+
+def test_views_without_gradients_in_an_attention_without_any():
+    def fn(query, key, value):
+        with torch.no_grad():
+            return written_out(query, repeated(key), repeated(value)), query + key.sum() + value.sum()
+
+    assert_as_eager(fn, CAUSAL, tensors=inputs(1, 4, 2))
+
+
+@pytest.mark.parametrize("eager", [True, False], ids=["the graph", "compiled"])
+def test_views_before_and_after_a_region_without_gradients(eager):
+    """What Dynamo writes after such a region switches gradients on, which they were before it."""
+
+    def fn(query, key, value):
+        key, transposed = repeated(key), repeated(key).transpose(2, 3)
+        with torch.no_grad():
+            mask = ~causal()
+        return (query @ transposed).masked_fill(mask, -1e30).softmax(-1) @ repeated(value) + key
+
+    assert_as_eager(fn, CAUSAL, tensors=inputs(1, 4, 2), eager=eager)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_graph_called_without_gradients(mode):
+    def fn(query, key, value):
+        return written_out(query, repeated(key), repeated(value))
+
+    def called(query, key, value):
+        with mode():
+            return run.call(query, key, value)
+
+    run, tensors = specialized(fn), inputs(1, 4, 2)
+    torch.testing.assert_close(called(*tensors), fn(*tensors).detach(), rtol=1e-10, atol=1e-10)
+    assert counts(run) == CAUSAL
