@@ -120,6 +120,7 @@ TRACING = Feature(
         "torch._dynamo.variables.lazy:LazyVariableTracker.realize": Uses(("self",)),
         "torch._dynamo.variables.lists:ListVariable": ANY,
         "torch._dynamo.variables.tensor:SymNodeVariable.evaluate_expr": Uses(("self", "output_graph")),
+        "torch._dynamo.variables.tensor:TensorVariable.call_method": Uses(("self", "tx", "name", "args", "kwargs")),
         "torch._dynamo.variables.tensor:TensorVariable.method_requires_grad_": Uses(
             ("self", "tx", "requires_grad"), ("as_proxy", "requires_grad")
         ),
@@ -192,7 +193,7 @@ def _install() -> None:
 
     parts = [
         (TensorVariable, "unpack_var_sequence", _unpack),
-        (TensorVariable, "method_requires_grad_", _ask),
+        (TensorVariable, "call_method", _ask),
         (InstructionTranslatorBase, "step", _step),
         (SymNodeVariable, "evaluate_expr", _evaluate),
         (SubgraphTracer, "create_proxy", _create),
@@ -228,17 +229,20 @@ def _unpack(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _ask(original: Callable[..., Any]) -> Callable[..., Any]:
-    def method_requires_grad_(self: Any, tx: Any, requires_grad: Any = True) -> Any:
-        asked = requires_grad is True or (requires_grad.is_python_constant() and requires_grad.as_python_constant())
+    def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        if name != "requires_grad_":
+            return original(self, tx, name, args, kwargs)
+        given = [*args, *kwargs.values()]
+        asked = all(each.is_python_constant() and each.as_python_constant() is True for each in given)
         is_made_here = self.source is None and tx.output.current_tracer is tx.output.root_tracer
         node = self.as_proxy().node
-        if asked is True and is_made_here and any(each.asks_for_gradient(node) for each in _observers.now):
+        if asked and is_made_here and any(each.asks_for_gradient(node) for each in _observers.now):
             node.meta["example_value"].requires_grad_()
             self.requires_grad = True
             return self
-        return original(self, tx, requires_grad)
+        return original(self, tx, name, args, kwargs)
 
-    return method_requires_grad_
+    return call_method
 
 
 def _step(original: Callable[..., Any]) -> Callable[..., Any]:
