@@ -6,8 +6,8 @@ for which the assertion is false. One that is Dynamo's alone becomes a guard, wh
 integer input and the call that is being traced keeps to it. So a call that does not keep to it gets code of its own.
 Other frames are converted again without the flags.
 
-Two sizes that both depend on data, such as those of the pieces that ``cu_seqlens`` is made of, keep torch's assertion:
-a guard would read the data in each call, and where they differ eager has no result either, but for a size of 1 or 0.
+Two sizes that were read from data one by one, as in ``ones(n.max().item()) + ones(n.min().item())``, keep torch's
+assertion: where they differ eager has no result either, but for a size of 1 or 0.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from glue_compiler import compat
 from glue_compiler.capture.input_functions import Limits, input_function
 from glue_compiler.capture.traced_writes import TracedWrites
 from glue_compiler.compat import branch_guards, size_assertions
-from glue_compiler.fx.values import value_of
+from glue_compiler.fx.effects import EffectAnalysis, Kind
+from glue_compiler.fx.values import tensors_in, unbacked_in, value_of
 
 LIMITS = Limits(operators=128, data_dependent=True)
 
@@ -49,7 +50,7 @@ class SizeAssumptions(compat.TracingObserver):
         elif size_assertions.assertion_count(frame) != len(self._seen):
             made = size_assertions.assertions(frame)
             for assertion in [each for token, each in made if not any(token is known for known in self._seen)]:
-                if not size_assertions.compares_with_a_known_size(assertion):
+                if not _is_of_one_size(frame, assertion):
                     continue
                 raises = size_assertions.eager_raises(frame, self._nodes, assertion)
                 if not raises and not _guard(frame, assertion, self.writes):
@@ -57,6 +58,45 @@ class SizeAssumptions(compat.TracingObserver):
             self._seen = [token for token, _ in made]
         self._nodes.clear()
         return False
+
+
+def _is_of_one_size(frame: Any, assertion: Any) -> bool:
+    """Is it about one size that depends on data, or an equation of sizes that do with others that do not?
+
+    Torch 2.11 has another symbol for a slice of such a size: an equation of the slice with the whole is about one, too.
+    That of two slices is not looked at: ``cu_seqlens[1:] - cu_seqlens[:-1]`` needs no guard.
+    """
+    symbols = size_assertions.unbacked_in_expression(assertion)
+    if len(symbols) == 1:
+        return True
+    if not size_assertions.is_equation(assertion):
+        return False
+    known = any(not size_assertions.unbacked_in_expression(side) for side in assertion.args)
+    roots = _read_from_data(frame, symbols)
+    return known or (len(roots) == 1 and not roots.isdisjoint(symbols))
+
+
+def _read_from_data(frame: Any, symbols: list[Any]) -> set[Any]:
+    """The sizes that depend on data which ``symbols`` follow from."""
+    found, seen, waiting = set(), set(), list(symbols)
+    while waiting:
+        symbol = waiting.pop()
+        if symbol in seen:
+            continue
+        seen.add(symbol)
+        place = _definition(frame, symbol)
+        operands = [value_of(operand) for operand in place[0].all_input_nodes] if place is not None else []
+        given = unbacked_in(operands)
+        if place is None or not given or symbol in given or _reads_data(place[0], operands):
+            found.add(symbol)
+        else:
+            waiting += given
+    return found
+
+
+def _reads_data(node: fx.Node, operands: list[Any]) -> bool:
+    effects = EffectAnalysis(compat.fake_mode_of(tensors_in([value_of(node), *operands]))).of(None, node)
+    return effects.syncs or effects.kind is not Kind.PURE
 
 
 def _guard(frame: Any, assertion: Any, writes: TracedWrites) -> bool:

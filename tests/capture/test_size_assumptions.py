@@ -42,11 +42,33 @@ def of_floats(n, x):
     return torch.zeros((x.sum() * 0 + x.shape[0] - 2).int().item(), dtype=x.dtype) + x * n.sum()
 
 
+def lengths_of_documents(n, x):
+    """Where no document starts, the difference is empty: eager takes the size of 1 for none."""
+    starts = torch.nonzero(n == 1).flatten()
+    return torch.cat([starts[1:], starts.new_full((1,), n.shape[0])]) - starts + x[0]
+
+
+def lengths_with_where(n, x):
+    starts = torch.where(n == 1)[0]
+    return torch.cat([starts[1:], starts.new_full((1,), n.shape[0])]) - starts + x[0]
+
+
 def in_a_helper(n, x):
     return fills(n + 0, x.sin()).cos()
 
 
-PROGRAMS = [fills, fills_and_asks, multiplies_rows, chooses, expands, squeezes, of_floats, in_a_helper]
+PROGRAMS = [
+    fills,
+    fills_and_asks,
+    multiplies_rows,
+    chooses,
+    expands,
+    squeezes,
+    of_floats,
+    in_a_helper,
+    lengths_of_documents,
+    lengths_with_where,
+]
 
 
 def outcome(call, *inputs):
@@ -69,9 +91,13 @@ def test_calls_run_as_in_eager(program, first):
             assert got is want
 
 
-@pytest.mark.parametrize(("numbers", "graphs"), [([3, 1], 1), ([1, 0], 3)], ids=str)
-def test_calls_that_keep_to_the_assumption_are_one_graph(numbers, graphs):
-    run = compile_with_glue(fills, fullgraph=False)
+@pytest.mark.parametrize(
+    ("program", "numbers", "graphs"),
+    [(fills, [3, 1], 1), (fills, [1, 0], 3), (lengths_of_documents, [3, 1], 1), (lengths_with_where, [1, 1], 1)],
+    ids=lambda each: getattr(each, "__name__", str(each)),
+)
+def test_calls_that_keep_to_the_assumption_are_one_graph(program, numbers, graphs):
+    run = compile_with_glue(program, fullgraph=False)
     for _ in range(2):
         run.call(torch.tensor(numbers), torch.ones(3))
     assert len(run.graphs) == graphs  # of three, the first is thrown away
@@ -109,9 +135,14 @@ def checks(n, x):
     return torch.zeros(length) + 1
 
 
+def differences(n, x):
+    starts = torch.nonzero(n).flatten()
+    return (starts[1:] - starts[:-1]).sum() + views(n, x)
+
+
 @pytest.mark.parametrize(
     ("program", "numbers"),
-    [(splits, [2, 1]), (views, [3, 1]), (multiplies, [3, 1]), (checks, [2, 1])],
+    [(splits, [2, 1]), (differences, [3, 1]), (views, [3, 1]), (multiplies, [3, 1]), (checks, [2, 1])],
     ids=lambda each: getattr(each, "__name__", ""),
 )
 def test_what_eager_asks_for_too_needs_no_guard(program, numbers, monkeypatch):
