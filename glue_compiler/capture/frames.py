@@ -7,6 +7,7 @@ backends that is compiled meanwhile does not see them.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable, Mapping
@@ -69,18 +70,18 @@ def convert_frame_with_loops(
     shortened: frozenset[tuple[CodeType, int]] = frozenset(),
 ) -> Any:
     """Convert one frame with loops over experts traced for all experts, and once more as it is if one is not proved."""
-    speculative = SpeculativeRegions(shortened)
-    try:
-        with compat.traced(speculative):
-            result = convert_frame(convert, record)
-    except Exception as error:
-        if not speculative.regions and not speculative.overran:
-            raise
-        reason = _first_line(error)
-    else:
-        if speculative.all_harmless() and not speculative.overran - shortened:
-            return result
-        reason = "code of a loop over experts is not proved to do nothing for experts without rows"
+    with contextlib.closing(SpeculativeRegions(shortened)) as speculative:
+        try:
+            with compat.traced(speculative):
+                result = convert_frame(convert, record)
+        except Exception as error:
+            if not speculative.regions and not speculative.overran:
+                raise
+            reason = _first_line(error)
+        else:
+            if speculative.all_harmless() and not speculative.overran - shortened:
+                return result
+            reason = "code of a loop over experts is not proved to do nothing for experts without rows"
     if speculative.overran - shortened:
         # A mask with a class for "no expert": the weights end one earlier, and eager would fail there too.
         return convert_frame_with_loops(convert, record, shortened | speculative.overran)
