@@ -16,6 +16,7 @@ from types import CodeType
 from typing import Any, Protocol
 
 from glue_compiler import compat
+from glue_compiler.capture.checkpoint_writes import CheckpointWrites
 from glue_compiler.capture.expert_loops import SpeculativeRegions
 from glue_compiler.capture.gradient_leaves import GradientLeaves
 from glue_compiler.capture.guarded_branches import GuardedBranches
@@ -48,13 +49,17 @@ def convert_frame(convert: Callable[[], Any], record: Callable[[CaptureEvent], N
     if compat.dynamo_flags(tuple(FLAGS)) == FLAGS:
         return _convert(convert, record)
     try:
-        writes = TracedWrites()
+        writes, checkpoints = TracedWrites(), CheckpointWrites()
         branches, assumptions = GuardedBranches(writes), SizeAssumptions(writes)
-        with compat.patch_dynamo(FLAGS), compat.traced(writes), compat.traced(branches), compat.traced(assumptions):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(compat.patch_dynamo(FLAGS))
+            for observer in (writes, checkpoints, branches, assumptions):
+                stack.enter_context(compat.traced(observer))
             result = convert()
-        if assumptions.unguarded is None:
+        found = assumptions.unguarded or checkpoints.repeated
+        if found is None:
             return result
-        reason = assumptions.unguarded
+        reason = found
     except Exception as error:
         if not _may_be_the_flags(error):
             return _raise(error, record)

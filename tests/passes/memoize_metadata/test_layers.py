@@ -17,7 +17,7 @@ LAYERS = 4
 
 @pytest.fixture(autouse=True, scope="module")
 def device_is_up():
-    """Dynamo's first compile initializes CUDA, for any backend; a checkpoint whose forward is that one refuses to run."""
+    """Dynamo's first compile initializes CUDA, for any backend; a checkpoint whose forward that is refuses to run."""
     if torch.cuda.is_available():
         torch.cuda.init()
 
