@@ -6,23 +6,24 @@ for which the assertion is false. One that is Dynamo's alone becomes a guard, wh
 integer input and the call that is being traced keeps to it. So a call that does not keep to it gets code of its own.
 Other frames are converted again without the flags.
 
-Two sizes that were read from data one by one, as in ``ones(n.max().item()) + ones(n.min().item())``, keep torch's
-assertion: where they differ eager has no result either, but for a size of 1 or 0.
+An assertion about sizes that all depend on data, such as those of the pieces that ``cu_seqlens`` is made of, stays
+torch's: a guard would read the data in each call, and where they differ eager has no result either, but for a size of
+1 or 0. If that is the call that is being traced, the frame is converted again without the flags; a later one raises.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
 
 from glue_compiler import compat
-from glue_compiler.capture.input_functions import Limits, input_function
+from glue_compiler.capture.input_functions import InputFunction, Limits, input_function
 from glue_compiler.capture.traced_writes import TracedWrites
 from glue_compiler.compat import branch_guards, size_assertions
-from glue_compiler.fx.effects import EffectAnalysis, Kind
-from glue_compiler.fx.values import tensors_in, unbacked_in, value_of
+from glue_compiler.fx.values import value_of
 
 LIMITS = Limits(operators=128, data_dependent=True)
 
@@ -50,81 +51,60 @@ class SizeAssumptions(compat.TracingObserver):
         elif size_assertions.assertion_count(frame) != len(self._seen):
             made = size_assertions.assertions(frame)
             for assertion in [each for token, each in made if not any(token is known for known in self._seen)]:
-                if not _is_of_one_size(frame, assertion):
+                if size_assertions.eager_raises(frame, self._nodes, assertion):
                     continue
-                raises = size_assertions.eager_raises(frame, self._nodes, assertion)
-                if not raises and not _guard(frame, assertion, self.writes):
+                check = _check(frame, assertion, self.writes)
+                if size_assertions.compares_with_a_known_size(assertion):
+                    is_kept = check is not None and check.holds_now() and check.guard()
+                else:
+                    is_kept = check is None or check.holds_now()
+                if not is_kept:
                     self.unguarded = f"eager does not ask for {assertion} at '{self._nodes[-1].name}'"
             self._seen = [token for token, _ in made]
         self._nodes.clear()
         return False
 
 
-def _is_of_one_size(frame: Any, assertion: Any) -> bool:
-    """Is it about one size that depends on data, or an equation of sizes that do with others that do not?
+@dataclass(frozen=True)
+class _Check:
+    """An assertion as a function of one integer input, whose value in this call is ``example``."""
 
-    Torch 2.11 has another symbol for a slice of such a size: an equation of the slice with the whole is about one, too.
-    That of two slices is not looked at: ``cu_seqlens[1:] - cu_seqlens[:-1]`` needs no guard.
-    """
-    symbols = size_assertions.unbacked_in_expression(assertion)
-    if len(symbols) == 1:
+    assertion: Any
+    function: InputFunction
+    example: Any
+    symbols: list[Any]
+    dims: list[int]
+
+    def holds(self, values: tuple[Any, ...]) -> bool:
+        sizes = [value if dim < 0 else value.shape[dim] for value, dim in zip(values, self.dims, strict=True)]
+        return size_assertions.holds(self.assertion, dict(zip(self.symbols, sizes, strict=True)))
+
+    def holds_now(self) -> bool:
+        return self.holds(self.function.values(self.example))
+
+    def guard(self) -> bool:
+        """Calls for which it does not hold get code of their own from now on."""
+        if self.function.source is not None:
+            # The guard keeps no example, which is a tensor of the call.
+            check = dataclasses.replace(self, example=None)
+            text = f"glue: of sizes that depend on {self.function.source.name}, {self.assertion}"
+            branch_guards.install_guard(self.function.source, self.function.guard(check.holds), text)
         return True
-    if not size_assertions.is_equation(assertion):
-        return False
-    known = any(not size_assertions.unbacked_in_expression(side) for side in assertion.args)
-    roots = _read_from_data(frame, symbols)
-    return known or (len(roots) == 1 and not roots.isdisjoint(symbols))
 
 
-def _read_from_data(frame: Any, symbols: list[Any]) -> set[Any]:
-    """The sizes that depend on data which ``symbols`` follow from."""
-    found, seen, waiting = set(), set(), list(symbols)
-    while waiting:
-        symbol = waiting.pop()
-        if symbol in seen:
-            continue
-        seen.add(symbol)
-        place = _definition(frame, symbol)
-        operands = [value_of(operand) for operand in place[0].all_input_nodes] if place is not None else []
-        given = unbacked_in(operands)
-        if place is None or not given or symbol in given or _reads_data(place[0], operands):
-            found.add(symbol)
-        else:
-            waiting += given
-    return found
-
-
-def _reads_data(node: fx.Node, operands: list[Any]) -> bool:
-    effects = EffectAnalysis(compat.fake_mode_of(tensors_in([value_of(node), *operands]))).of(None, node)
-    return effects.syncs or effects.kind is not Kind.PURE
-
-
-def _guard(frame: Any, assertion: Any, writes: TracedWrites) -> bool:
-    """Calls for which the assertion does not hold get code of their own from now on, if that is possible."""
+def _check(frame: Any, assertion: Any, writes: TracedWrites) -> _Check | None:
     symbols = size_assertions.unbacked_in_expression(assertion)
     if set(symbols) != set(assertion.free_symbols):
-        return False
+        return None
     found = {symbol: _definition(frame, symbol) for symbol in symbols}
     places = [place for place in found.values() if place is not None]
     if len(places) != len(symbols):
-        return False
+        return None
     computed = input_function(frame, [node for node, _ in places], LIMITS, writes)
     if computed is None:
-        return False
+        return None
     function, example = computed
-
-    dims = [dim for _, dim in places]
-
-    def check(values: tuple[Any, ...]) -> bool:
-        sizes = [value if dim < 0 else value.shape[dim] for value, dim in zip(values, dims, strict=True)]
-        return size_assertions.holds(assertion, dict(zip(symbols, sizes, strict=True)))
-
-    if not check(function.values(example)):
-        return False
-    if function.source is not None:
-        text = f"glue: of sizes that depend on {function.source.name}, {assertion}"
-        branch_guards.install_guard(function.source, function.guard(check), text)
-    return True
+    return _Check(assertion, function, example, symbols, [dim for _, dim in places])
 
 
 def _definition(frame: Any, symbol: Any) -> tuple[fx.Node, int] | None:

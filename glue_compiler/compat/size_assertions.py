@@ -36,8 +36,10 @@ def unbacked_in_expression(expression: Any) -> list[Any]:
     return sorted(unbacked_symbols(expression), key=str)
 
 
-def is_equation(assertion: Any) -> bool:
-    return isinstance(assertion, sympy.Eq)
+def compares_with_a_known_size(assertion: Any) -> bool:
+    """Is it an equation of a size that depends on data with one that does not?"""
+    sides = assertion.args if isinstance(assertion, sympy.Eq) else ()
+    return any(not unbacked_symbols(side) for side in sides)
 
 
 def as_written(number: Any) -> Any:

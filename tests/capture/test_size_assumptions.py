@@ -71,6 +71,19 @@ PROGRAMS = [
 ]
 
 
+@pytest.mark.parametrize("program", [lengths_of_documents, lengths_with_where], ids=lambda program: program.__name__)
+@pytest.mark.parametrize("numbers", [[3, 3], [3, 1]], ids=str)
+def test_sizes_that_all_depend_on_data_are_checked_in_the_first_call_alone(program, numbers, monkeypatch):
+    """A guard would read the data in each call."""
+    from glue_compiler.compat import branch_guards
+
+    monkeypatch.setattr(branch_guards, "install_guard", lambda *_: pytest.fail("a guard"))
+    run = compile_with_glue(program, fullgraph=False)
+    n, x = torch.tensor(numbers), torch.arange(1.0, 4.0)
+    assert torch.equal(run.call(n, x), program(n, x))
+    assert (len(run.graphs) == 1 and not run.session.capture_events) == (1 in numbers)
+
+
 def outcome(call, *inputs):
     try:
         return call(*inputs)
@@ -109,17 +122,18 @@ def test_calls_that_keep_to_the_assumption_are_one_graph(program, numbers, keeps
     assert [event.retried for event in run.session.capture_events] == ([] if keeps else [True])
 
 
-@pytest.mark.parametrize("numbers", [[3, 3], [3, 1]], ids=str)
-def test_two_sizes_that_depend_on_data_are_equal_or_an_error(numbers, monkeypatch):
-    """Never other numbers than eager's, and no read of the data in each call."""
+@pytest.mark.parametrize("first", [[3, 3], [3, 1]], ids=str)
+def test_two_sizes_that_depend_on_data_are_equal_or_an_error(first, monkeypatch):
+    """Never other numbers than eager's, and no read of the data in each call; the first call runs as in eager."""
     from glue_compiler.compat import branch_guards
 
     monkeypatch.setattr(branch_guards, "install_guard", lambda *_: pytest.fail("a guard"))
     run = compile_with_glue(adds_two, fullgraph=False)
-    inputs = torch.tensor(numbers), torch.arange(1.0, 4.0, dtype=torch.float64)
-    got = outcome(run.call, *inputs)
-    assert got is RuntimeError if numbers == [3, 1] else torch.equal(got, adds_two(*inputs))
-    assert len(run.graphs) == 1
+    x = torch.arange(1.0, 4.0, dtype=torch.float64)
+    assert torch.equal(run.call(torch.tensor(first), x), adds_two(torch.tensor(first), x))
+    got = outcome(run.call, torch.tensor([3, 1]), x)
+    assert got is RuntimeError if first == [3, 3] else torch.equal(got, adds_two(torch.tensor([3, 1]), x))
+    assert (len(run.graphs) == 1) == (first == [3, 3])
 
 
 def splits(n, x):
