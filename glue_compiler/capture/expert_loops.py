@@ -52,6 +52,11 @@ class SpeculativeRegions(compat.TracingObserver):
     def all_harmless(self) -> bool:
         return all(region.is_harmless for region in self.regions)
 
+    def close(self) -> None:
+        """The frame is converted."""
+        for region in self.regions:
+            region.forget()
+
     def length_of(self, frame: Any, iterated: fx.Node) -> int | None:
         """How many iterations to trace of a loop over ``iterated``, or None to leave it to Dynamo."""
         self._begin(frame)
@@ -131,6 +136,7 @@ class SpeculativeRegions(compat.TracingObserver):
         if frame.output is not self._output:
             self._output = frame.output
             self._open.clear()
+            self.close()
             self.regions.clear()  # Dynamo starts again after a failed speculation
 
     def created(self, token: Any) -> None:

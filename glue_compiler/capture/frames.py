@@ -7,6 +7,7 @@ backends that is compiled meanwhile does not see them.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable, Mapping
@@ -15,6 +16,7 @@ from types import CodeType
 from typing import Any, Protocol
 
 from glue_compiler import compat
+from glue_compiler.capture.checkpoint_writes import CheckpointWrites
 from glue_compiler.capture.expert_loops import SpeculativeRegions
 from glue_compiler.capture.gradient_leaves import GradientLeaves
 from glue_compiler.capture.guarded_branches import GuardedBranches
@@ -47,13 +49,17 @@ def convert_frame(convert: Callable[[], Any], record: Callable[[CaptureEvent], N
     if compat.dynamo_flags(tuple(FLAGS)) == FLAGS:
         return _convert(convert, record)
     try:
-        writes = TracedWrites()
+        writes, checkpoints = TracedWrites(), CheckpointWrites()
         branches, assumptions = GuardedBranches(writes), SizeAssumptions(writes)
-        with compat.patch_dynamo(FLAGS), compat.traced(writes), compat.traced(branches), compat.traced(assumptions):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(compat.patch_dynamo(FLAGS))
+            for observer in (writes, checkpoints, branches, assumptions):
+                stack.enter_context(compat.traced(observer))
             result = convert()
-        if assumptions.unguarded is None:
+        found = assumptions.unguarded or checkpoints.repeated
+        if found is None:
             return result
-        reason = assumptions.unguarded
+        reason = found
     except Exception as error:
         if not _may_be_the_flags(error):
             return _raise(error, record)
@@ -69,18 +75,18 @@ def convert_frame_with_loops(
     shortened: frozenset[tuple[CodeType, int]] = frozenset(),
 ) -> Any:
     """Convert one frame with loops over experts traced for all experts, and once more as it is if one is not proved."""
-    speculative = SpeculativeRegions(shortened)
-    try:
-        with compat.traced(speculative):
-            result = convert_frame(convert, record)
-    except Exception as error:
-        if not speculative.regions and not speculative.overran:
-            raise
-        reason = _first_line(error)
-    else:
-        if speculative.all_harmless() and not speculative.overran - shortened:
-            return result
-        reason = "code of a loop over experts is not proved to do nothing for experts without rows"
+    with contextlib.closing(SpeculativeRegions(shortened)) as speculative:
+        try:
+            with compat.traced(speculative):
+                result = convert_frame(convert, record)
+        except Exception as error:
+            if not speculative.regions and not speculative.overran:
+                raise
+            reason = _first_line(error)
+        else:
+            if speculative.all_harmless() and not speculative.overran - shortened:
+                return result
+            reason = "code of a loop over experts is not proved to do nothing for experts without rows"
     if speculative.overran - shortened:
         # A mask with a class for "no expert": the weights end one earlier, and eager would fail there too.
         return convert_frame_with_loops(convert, record, shortened | speculative.overran)

@@ -5,10 +5,11 @@ an input that asks for a gradient. Dynamo ends the graph there (2.11), or where 
 returned (2.13).
 
 Lets the call through and leaves it out of the graph: what traced code reads of the tensor afterwards is as in eager
-code, and what is lost is the tensor's own gradient. That is safe where nobody can have it: the graph returns nothing
-that would ask for no gradient without the call (as the tensor, or what it alone makes ask), and nothing in the graph
-asks for gradients itself. Both are read from the operators in :func:`check_leaves`, which runs them on fake tensors
-that do not ask. Other frames are converted again, and left to Dynamo.
+code, and what is lost is the tensor's own gradient. That is safe where nobody can have it: no other name stands for the
+tensor, as one does where an operator gave its operand back; the graph returns nothing that would ask for no gradient
+without the call (as the tensor, or what it alone makes ask); and nothing in the graph asks for gradients, or whether
+there are to be any. The first is asked where the call is traced, the others are read from the operators in
+:func:`check_leaves`, which runs them on fake tensors that do not ask. Other frames are left to Dynamo.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ import torch
 from torch import fx
 
 from glue_compiler import compat
+from glue_compiler.compat import operators
 from glue_compiler.errors import GlueGradientLeafError
 from glue_compiler.fx import bodies
 from glue_compiler.fx.effects import EffectAnalysis, Kind
-from glue_compiler.fx.values import has_value, is_plain, tensors_in, value_of
+from glue_compiler.fx.records import Made
+from glue_compiler.fx.values import has_value, is_plain, storage_of, storages_of, tensors_in, value_of
 
 LEAF = "glue_gradient_leaf"
 """Key in ``node.meta`` of a tensor that asks for a gradient in eager code, and not in the graph."""
@@ -35,8 +38,19 @@ class GradientLeaves(compat.TracingObserver):
         value = value_of(node)
         if not isinstance(value, torch.Tensor) or not is_plain(value) or value.requires_grad:
             return False
+        if not _is_new(node, value):
+            return False
         node.meta[LEAF] = True
         return True
+
+
+def _is_new(node: fx.Node, value: torch.Tensor) -> bool:
+    """Does ``node`` make a tensor in memory of its own, in eager code too, where nothing else lies by now?"""
+    record = EffectAnalysis(compat.fake_mode_of([value])).record_of(None, node)
+    if record is None or len(record.result) != 1 or not isinstance(made := record.result[0], Made):
+        return False
+    others = [value_of(other) for other in node.graph.nodes if other is not node]
+    return operators.allocates(record.operators[made.step].overload) and storage_of(value) not in storages_of(others)
 
 
 def check_leaves(gm: fx.GraphModule) -> None:
@@ -65,6 +79,10 @@ def _changed_in(gm: fx.GraphModule, changed: dict[fx.Node, Any], effects: Effect
         if LEAF in node.meta:
             changed[node] = value_of(node).detach()
         elif node.op.startswith("call_") and not changed.keys().isdisjoint(node.all_input_nodes):
+            record = effects.record_of(gm, node)
+            if record is not None and any(operators.operators_in(each.overload) for each in record.operators):
+                # Its backward may ask which gradients are wanted (ctx.needs_input_grad), and compute others by that.
+                raise GlueGradientLeafError(f"'{node.name}' is no operator of torch's, and runs after requires_grad_()")
             if found.writes:  # the record of what is written to is the one that it has last
                 raise GlueGradientLeafError(f"'{node.name}' writes after requires_grad_()")
             if has_value(node) and not any(_asks(value_of(node))):  # the call makes no fewer tensors ask

@@ -35,7 +35,7 @@ class SpeculativeRegion:
     """Code that was traced although it does not always run: the instructions of ``span``."""
 
     frame: Any
-    """The Dynamo translator that runs it."""
+    """The Dynamo translator that runs it; None when the frame is converted."""
     loop: bytecode.Loop
     span: bytecode.Span
     proved: bool = False
@@ -59,6 +59,11 @@ class SpeculativeRegion:
         """Has the code made the object that Dynamo's variable ``thing`` stands for?"""
         token = compat.mutation_token(thing)
         return any(token is own for own in self.created)
+
+    def forget(self) -> None:
+        """Lets go of what Dynamo traced with, the values of the call among it: nodes of a compiled graph live on."""
+        self.frame = None
+        self.created.clear()
 
     @property
     def is_harmless(self) -> bool:

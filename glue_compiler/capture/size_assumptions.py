@@ -6,19 +6,21 @@ for which the assertion is false. One that is Dynamo's alone becomes a guard, wh
 integer input and the call that is being traced keeps to it. So a call that does not keep to it gets code of its own.
 Other frames are converted again without the flags.
 
-Two sizes that both depend on data, such as those of the pieces that ``cu_seqlens`` is made of, keep torch's assertion:
-a guard would read the data in each call, and where they differ eager has no result either, but for a size of 1 or 0.
+An assertion about sizes that all depend on data, such as those of the pieces that ``cu_seqlens`` is made of, stays
+torch's: a guard would read the data in each call, and where they differ eager has no result either, but for a size of
+1 or 0. If that is the call that is being traced, the frame is converted again without the flags; a later one raises.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
 
 from glue_compiler import compat
-from glue_compiler.capture.input_functions import Limits, input_function
+from glue_compiler.capture.input_functions import InputFunction, Limits, input_function
 from glue_compiler.capture.traced_writes import TracedWrites
 from glue_compiler.compat import branch_guards, size_assertions
 from glue_compiler.fx.values import value_of
@@ -49,42 +51,60 @@ class SizeAssumptions(compat.TracingObserver):
         elif size_assertions.assertion_count(frame) != len(self._seen):
             made = size_assertions.assertions(frame)
             for assertion in [each for token, each in made if not any(token is known for known in self._seen)]:
-                if not size_assertions.compares_with_a_known_size(assertion):
+                if size_assertions.eager_raises(frame, self._nodes, assertion):
                     continue
-                raises = size_assertions.eager_raises(frame, self._nodes, assertion)
-                if not raises and not _guard(frame, assertion, self.writes):
+                check = _check(frame, assertion, self.writes)
+                if size_assertions.compares_with_a_known_size(assertion):
+                    is_kept = check is not None and check.holds_now() and check.guard()
+                else:
+                    is_kept = check is None or check.holds_now()
+                if not is_kept:
                     self.unguarded = f"eager does not ask for {assertion} at '{self._nodes[-1].name}'"
             self._seen = [token for token, _ in made]
         self._nodes.clear()
         return False
 
 
-def _guard(frame: Any, assertion: Any, writes: TracedWrites) -> bool:
-    """Calls for which the assertion does not hold get code of their own from now on, if that is possible."""
+@dataclass(frozen=True)
+class _Check:
+    """An assertion as a function of one integer input, whose value in this call is ``example``."""
+
+    assertion: Any
+    function: InputFunction
+    example: Any
+    symbols: list[Any]
+    dims: list[int]
+
+    def holds(self, values: tuple[Any, ...]) -> bool:
+        sizes = [value if dim < 0 else value.shape[dim] for value, dim in zip(values, self.dims, strict=True)]
+        return size_assertions.holds(self.assertion, dict(zip(self.symbols, sizes, strict=True)))
+
+    def holds_now(self) -> bool:
+        return self.holds(self.function.values(self.example))
+
+    def guard(self) -> bool:
+        """Calls for which it does not hold get code of their own from now on."""
+        if self.function.source is not None:
+            # The guard keeps no example, which is a tensor of the call.
+            check = dataclasses.replace(self, example=None)
+            text = f"glue: of sizes that depend on {self.function.source.name}, {self.assertion}"
+            branch_guards.install_guard(self.function.source, self.function.guard(check.holds), text)
+        return True
+
+
+def _check(frame: Any, assertion: Any, writes: TracedWrites) -> _Check | None:
     symbols = size_assertions.unbacked_in_expression(assertion)
     if set(symbols) != set(assertion.free_symbols):
-        return False
+        return None
     found = {symbol: _definition(frame, symbol) for symbol in symbols}
     places = [place for place in found.values() if place is not None]
     if len(places) != len(symbols):
-        return False
+        return None
     computed = input_function(frame, [node for node, _ in places], LIMITS, writes)
     if computed is None:
-        return False
+        return None
     function, example = computed
-
-    dims = [dim for _, dim in places]
-
-    def check(values: tuple[Any, ...]) -> bool:
-        sizes = [value if dim < 0 else value.shape[dim] for value, dim in zip(values, dims, strict=True)]
-        return size_assertions.holds(assertion, dict(zip(symbols, sizes, strict=True)))
-
-    if not check(function.values(example)):
-        return False
-    if function.source is not None:
-        text = f"glue: of sizes that depend on {function.source.name}, {assertion}"
-        branch_guards.install_guard(function.source, function.guard(check), text)
-    return True
+    return _Check(assertion, function, example, symbols, [dim for _, dim in places])
 
 
 def _definition(frame: Any, symbol: Any) -> tuple[fx.Node, int] | None:

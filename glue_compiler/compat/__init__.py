@@ -27,7 +27,7 @@ from glue_compiler.compat.dynamo_frames import (
     local_value,
     loop_about_to_start,
 )
-from glue_compiler.compat.dynamo_tracing import Step, TracingObserver, traced
+from glue_compiler.compat.dynamo_tracing import Step, TracingObserver, bodies_around, traced
 from glue_compiler.compat.features import can_run
 from glue_compiler.compat.harmless_values import (
     appended_list,
@@ -86,6 +86,7 @@ __all__ = [
     "Step",
     "TracingObserver",
     "appended_list",
+    "bodies_around",
     "cache_key_patch",
     "checked_inductor_option",
     "compile_as_torch_does",

@@ -94,6 +94,9 @@ class TracingObserver:
         ``misuses_index``: it takes an item of ``length_of``'s otherwise than to index a tensor with it.
         """
 
+    def made_in_body(self, node: fx.Node, bodies_of: Sequence[Any]) -> None:
+        """Dynamo added a node to the body of a higher-order operator; as in ``enters_inference_mode``."""
+
 
 TRACING = Feature(
     "tracing of loops over experts and of branches on integer inputs",
@@ -314,21 +317,34 @@ def _create(original: Callable[..., Any]) -> Callable[..., Any]:
         if _observers.now:
             _observers.nodes += 1
             misuses_index = replace_known_index(proxy.node)
+            bodies_of = _bodies_of(self)
             for observer in _observers.now:
                 observer.made(proxy.node, misuses_index)
+                if bodies_of:
+                    observer.made_in_body(proxy.node, bodies_of)
         return proxy
 
     return create_proxy
+
+
+def bodies_around(frame: Any) -> list[Any]:
+    """The higher-order operators in whose bodies a frame's code runs, the innermost first."""
+    return _bodies_of(frame.output.current_tracer)
+
+
+def _bodies_of(tracer: Any) -> list[Any]:
+    bodies_of = []
+    while tracer.parent is not None:
+        bodies_of.append(tracer.source_target)
+        tracer = tracer.parent
+    return bodies_of
 
 
 def _enter(original: Callable[..., Any]) -> Callable[..., Any]:
     from torch._dynamo.exc import unimplemented
 
     def enter(self: Any, tx: Any) -> Any:
-        tracer, bodies_of = tx.output.current_tracer, []
-        while tracer.parent is not None:
-            bodies_of.append(tracer.source_target)
-            tracer = tracer.parent
+        bodies_of = _bodies_of(tx.output.current_tracer)
         for observer in _observers.now:
             reason = observer.enters_inference_mode(bodies_of)
             if reason is not None:

@@ -1,4 +1,4 @@
-"""Who registered an operator (2.11 to 2.15)."""
+"""Who registered an operator, and whether its result is new memory (2.11 to 2.15)."""
 
 from __future__ import annotations
 
@@ -17,6 +17,22 @@ def operators_in(target: Any) -> list[str]:
         return []
     name = target._qualified_op_name if isinstance(target, torch._ops.OpOverloadPacket) else target._schema.name
     return [] if name.split("::")[0] in _BUILT_IN else [name]
+
+
+_ALLOCATING_COMPOSITES = {"aten::linear", "aten::conv1d", "aten::conv2d", "aten::conv3d"}
+
+
+def allocates(overload: Any) -> bool:
+    """Does each call of the operator give new memory, whatever it is given?
+
+    Its schema must say so; but of those that are made of other operators some give their operand back all the same
+    (``type_as``, ``dropout``, ``sum_to_size``), and the few known ones are named.
+    """
+    schema = overload._schema
+    if operators_in(overload) or any(result.alias_info is not None for result in schema.returns):
+        return False
+    is_composite = torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), "CompositeImplicitAutograd")
+    return not is_composite or schema.name in _ALLOCATING_COMPOSITES
 
 
 def registered_at(name: str) -> str:

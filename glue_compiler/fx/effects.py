@@ -176,7 +176,7 @@ class EffectAnalysis:
             kind = Kind.OPAQUE
         return Effects(Kind.OPAQUE if writes else kind, writes, outcome.syncs, outcome.random)
 
-    def record_of(self, gm: fx.GraphModule, node: fx.Node) -> CallRecord | None:
+    def record_of(self, gm: fx.GraphModule | None, node: fx.Node) -> CallRecord | None:
         """The operators that the node dispatches; None for what is no call of torch's, or cannot be run to see."""
         if self._is_opaque(node) or not (mode := self.mode_of(gm, node)).is_known:
             return None

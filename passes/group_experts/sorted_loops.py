@@ -134,7 +134,7 @@ class _Reader:
         self.graph.check_users(matcher.body | lengths.keys(), inside.__contains__)
         self.graph.check_unwritten(body, end.place, {write.node for write in end.writes})
         self._check_counts_unwritten(trail)
-        self.graph.check_one_mode(ends, matcher.body | matcher.peeled)
+        self.graph.check_one_mode(ends, body)
         partition = SortedRows(
             counts,
             lengths=tuple(each.pieces[0].length for each in rows),

@@ -1,5 +1,7 @@
 """Capture: the flags are on for glue's compiles, for nobody else's, and never a reason to fail."""
 
+import traceback
+
 import pytest
 import torch
 
@@ -170,3 +172,29 @@ def test_distributed_data_parallel_captures_too(tmp_path):
         assert not any(graph.graph_break for graph in session.graphs)
     finally:
         torch.distributed.destroy_process_group()
+
+
+def branches_on_flags(x, flags):
+    return uses_item(x.tanh() if flags.any() else x * 2)
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="a build with CUDA asks the driver, for any backend")
+def test_compiling_for_the_cpu_initializes_no_other_device(monkeypatch):
+    """A checkpoint refuses to run where its forward does, and it may hold the first compile of a process."""
+    from torch.utils.checkpoint import checkpoint
+
+    asked = []
+    # What Dynamo itself asks before and after each compile, for any backend.
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda *_: torch.zeros(16, dtype=torch.uint8))
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: asked.append(traceback.format_stack()))
+
+    def gradient(call):
+        x, flags = torch.ones(3, dtype=torch.float64, requires_grad=True), torch.tensor([True])
+        checkpoint(call, x, flags, use_reentrant=False).sum().backward()
+        return x.grad
+
+    compiled = torch.compile(branches_on_flags, backend="glue", options=OPTIONS)
+    torch.testing.assert_close(gradient(compiled), gradient(branches_on_flags))
+    assert asked == []

@@ -186,3 +186,131 @@ def test_code_that_asks_for_the_gradient_itself(fn):
         found.append([out.detach(), weight.grad, *SEEN])
     for got, want in zip(*found, strict=True):
         torch.testing.assert_close(got, want)
+
+
+def weighted_sum(make: Any) -> Any:
+    """A function of ``x`` and a weight that asks for the gradient of what ``make`` gives."""
+
+    def fn(x: Tensor, weight: Tensor) -> Any:
+        source = x * 2
+        made = make(x, source)
+        made.requires_grad_(True)
+        return (made * weight).sum(), (source if make.__name__.startswith("of_made") else None)
+
+    return fn
+
+
+def of_input_contiguous(x: Tensor, source: Tensor) -> Tensor:
+    return x.contiguous()
+
+
+def of_input_to(x: Tensor, source: Tensor) -> Tensor:
+    return x.to(torch.float64)
+
+
+def of_input_plus(x: Tensor, source: Tensor) -> Tensor:
+    return +x
+
+
+def of_input_type_as(x: Tensor, source: Tensor) -> Tensor:
+    return x.type_as(source)
+
+
+def of_made_contiguous(x: Tensor, source: Tensor) -> Tensor:
+    return source.contiguous()
+
+
+def of_made_view(x: Tensor, source: Tensor) -> Tensor:
+    return source.view(-1)
+
+
+def fresh_clone(x: Tensor, source: Tensor) -> Tensor:
+    return x.clone()
+
+
+def fresh_to(x: Tensor, source: Tensor) -> Tensor:
+    return x.to(torch.float32, copy=True).double() * 1.0
+
+
+def fresh_linear(x: Tensor, source: Tensor) -> Tensor:
+    return F.linear(source, torch.eye(3, dtype=torch.float64))
+
+
+def seen_after(call: Any) -> tuple[list[Any], Any]:
+    x, weight = torch.arange(3.0, dtype=torch.float64), torch.ones(3, dtype=torch.float64, requires_grad=True)
+    loss, source = call(x, weight)
+    loss.backward()
+    return [loss.item(), x.requires_grad, source is not None and source.requires_grad], [x.grad, weight.grad]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        of_input_contiguous, of_input_to, of_input_plus, of_input_type_as, of_made_contiguous, of_made_view,
+        fresh_clone, fresh_to, fresh_linear,
+    ],
+    ids=lambda make: make.__name__,
+)  # fmt: skip
+def test_what_an_operator_gave_back_is_no_new_tensor(make):
+    fn = weighted_sum(make)
+    run = compile_with_glue(fn, fullgraph=False)
+    (expected, expected_gradients), (actual, gradients) = seen_after(fn), seen_after(run.call)
+    assert actual == expected
+    for got, want in zip(gradients, expected_gradients, strict=True):
+        assert (got is None) == (want is None)
+        if want is not None:
+            torch.testing.assert_close(got, want)
+    if make.__name__.startswith("fresh"):
+        assert len(run.session.graphs) == 1
+        assert not run.session.capture_events
+
+
+@torch.library.custom_op("gradient_leaves::scale", mutates_args=())
+def scale(t: Tensor, weight: Tensor) -> Tensor:
+    return t * weight
+
+
+@scale.register_fake
+def _(t: Tensor, weight: Tensor) -> Tensor:
+    return torch.empty_like(t)
+
+
+def scale_backward(ctx: Any, gradient: Tensor) -> Any:
+    """The weight's gradient is twice as large where the other one is wanted, too."""
+    t, weight = ctx.saved_tensors
+    wanted = ctx.needs_input_grad[0]
+    return gradient * weight if wanted else None, gradient * t * (2 if wanted else 1)
+
+
+scale.register_autograd(
+    scale_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
+)  # fmt: skip
+
+
+def scaled(x: Tensor, weight: Tensor) -> Any:
+    y = x * 2
+    y.requires_grad_(True)
+    return scale(y, weight).sum(), None
+
+
+def scaled_in_a_checkpoint(x: Tensor, weight: Tensor) -> Any:
+    y = x * 2
+    y.requires_grad_(True)
+    return checkpoint(scale, y, weight, use_reentrant=False).sum(), None
+
+
+def scaled_beside(x: Tensor, weight: Tensor) -> Any:
+    y = x * 2
+    y.requires_grad_(True)
+    return (scale(x, weight) + y * weight).sum(), None
+
+
+@pytest.mark.parametrize("fn", [scaled, scaled_in_a_checkpoint, scaled_beside], ids=lambda fn: fn.__name__)
+def test_a_custom_operator_may_ask_which_gradients_are_wanted(fn):
+    run = compile_with_glue(fn, fullgraph=False)
+    (expected, (_, expected_gradient)), (actual, (_, gradient)) = seen_after(fn), seen_after(run.call)
+    assert actual == expected
+    torch.testing.assert_close(gradient, expected_gradient)
+    if fn is scaled_beside:  # torch's own operators compute each gradient whatever others are wanted
+        assert len(run.session.graphs) == 1
+        assert not run.session.capture_events

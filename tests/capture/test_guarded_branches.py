@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
+import operator
 import weakref
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tests.captured import compile_with_glue, result_and_gradients
+from tests.captured import compile_with_glue, count, result_and_gradients
 
 ROW = torch.arange(6)[None]
 PACKED = torch.tensor([[0, 1, 2, 0, 1, 0]])
@@ -195,7 +197,7 @@ def test_a_guard_keeps_no_input():
     torch.testing.assert_close(compiled(torch.tensor([0, 2]), x), x.cos())
 
 
-def test_first_compiles_in_several_threads():
+def compile_in_several_threads() -> float:
     def branches(ids, x):
         return x.sin() if (ids > 0).all() else x.cos()
 
@@ -205,8 +207,13 @@ def test_first_compiles_in_several_threads():
         return [compiled(torch.tensor([sign]), x) - expected(x) for sign, expected in ((1, torch.sin), (0, torch.cos))]
 
     with ThreadPoolExecutor(4) as pool:
-        differences = [each for several in pool.map(one, range(4)) for each in several]
-    assert all(difference.abs().max() == 0 for difference in differences)
+        return max(float(each.abs().max()) for several in pool.map(one, range(4)) for each in several)
+
+
+def test_first_compiles_in_several_threads():
+    # Torch 2.11: once a thread that has compiled ends, Dynamo leaves what follows a graph break to eager, or crashes.
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        assert pool.submit(compile_in_several_threads).result() == 0
 
 
 @torch.library.custom_op("glue_tests::add_four_to_each", mutates_args={"tensors"})
@@ -290,7 +297,7 @@ def test_a_branch_after_a_call_without_tensors(call):
         expected = fn(x, HELD)
         HELD.copy_(torch.tensor(numbers))
         assert torch.equal(run.call(x, HELD), expected)
-    assert len(run.graphs) == (1 if call is switch_modes else 3)
+    assert bool(count(run.graphs[0], operator.mul)) == (call is switch_modes)  # it goes on behind the branch
 
 
 def test_conditions_on_two_sizes_of_an_input_are_two():

@@ -42,11 +42,46 @@ def of_floats(n, x):
     return torch.zeros((x.sum() * 0 + x.shape[0] - 2).int().item(), dtype=x.dtype) + x * n.sum()
 
 
+def lengths_of_documents(n, x):
+    """Where no document starts, the difference is empty: eager takes the size of 1 for none."""
+    starts = torch.nonzero(n == 1).flatten()
+    return torch.cat([starts[1:], starts.new_full((1,), n.shape[0])]) - starts + x[0]
+
+
+def lengths_with_where(n, x):
+    starts = torch.where(n == 1)[0]
+    return torch.cat([starts[1:], starts.new_full((1,), n.shape[0])]) - starts + x[0]
+
+
 def in_a_helper(n, x):
     return fills(n + 0, x.sin()).cos()
 
 
-PROGRAMS = [fills, fills_and_asks, multiplies_rows, chooses, expands, squeezes, of_floats, in_a_helper]
+PROGRAMS = [
+    fills,
+    fills_and_asks,
+    multiplies_rows,
+    chooses,
+    expands,
+    squeezes,
+    of_floats,
+    in_a_helper,
+    lengths_of_documents,
+    lengths_with_where,
+]
+
+
+@pytest.mark.parametrize("program", [lengths_of_documents, lengths_with_where], ids=lambda program: program.__name__)
+@pytest.mark.parametrize("numbers", [[3, 3], [3, 1]], ids=str)
+def test_sizes_that_all_depend_on_data_are_checked_in_the_first_call_alone(program, numbers, monkeypatch):
+    """A guard would read the data in each call."""
+    from glue_compiler.compat import branch_guards
+
+    monkeypatch.setattr(branch_guards, "install_guard", lambda *_: pytest.fail("a guard"))
+    run = compile_with_glue(program, fullgraph=False)
+    n, x = torch.tensor(numbers), torch.arange(1.0, 4.0)
+    assert torch.equal(run.call(n, x), program(n, x))
+    assert (len(run.graphs) == 1 and not run.session.capture_events) == (1 in numbers)
 
 
 def outcome(call, *inputs):
@@ -69,26 +104,36 @@ def test_calls_run_as_in_eager(program, first):
             assert got is want
 
 
-@pytest.mark.parametrize(("numbers", "graphs"), [([3, 1], 1), ([1, 0], 3)], ids=str)
-def test_calls_that_keep_to_the_assumption_are_one_graph(numbers, graphs):
-    run = compile_with_glue(fills, fullgraph=False)
+@pytest.mark.parametrize(
+    ("program", "numbers", "keeps"),
+    [
+        (fills, [3, 1], True),
+        (fills, [1, 0], False),
+        (lengths_of_documents, [3, 1], True),
+        (lengths_with_where, [1, 1], True),
+    ],
+    ids=lambda each: getattr(each, "__name__", str(each)),
+)
+def test_calls_that_keep_to_the_assumption_are_one_graph(program, numbers, keeps):
+    run = compile_with_glue(program, fullgraph=False)
     for _ in range(2):
         run.call(torch.tensor(numbers), torch.ones(3))
-    assert len(run.graphs) == graphs  # of three, the first is thrown away
-    assert [event.retried for event in run.session.capture_events] == ([] if graphs == 1 else [True])
+    assert (len(run.graphs) == 1) == keeps
+    assert [event.retried for event in run.session.capture_events] == ([] if keeps else [True])
 
 
-@pytest.mark.parametrize("numbers", [[3, 3], [3, 1]], ids=str)
-def test_two_sizes_that_depend_on_data_are_equal_or_an_error(numbers, monkeypatch):
-    """Never other numbers than eager's, and no read of the data in each call."""
+@pytest.mark.parametrize("first", [[3, 3], [3, 1]], ids=str)
+def test_two_sizes_that_depend_on_data_are_equal_or_an_error(first, monkeypatch):
+    """Never other numbers than eager's, and no read of the data in each call; the first call runs as in eager."""
     from glue_compiler.compat import branch_guards
 
     monkeypatch.setattr(branch_guards, "install_guard", lambda *_: pytest.fail("a guard"))
     run = compile_with_glue(adds_two, fullgraph=False)
-    inputs = torch.tensor(numbers), torch.arange(1.0, 4.0, dtype=torch.float64)
-    got = outcome(run.call, *inputs)
-    assert got is RuntimeError if numbers == [3, 1] else torch.equal(got, adds_two(*inputs))
-    assert len(run.graphs) == 1
+    x = torch.arange(1.0, 4.0, dtype=torch.float64)
+    assert torch.equal(run.call(torch.tensor(first), x), adds_two(torch.tensor(first), x))
+    got = outcome(run.call, torch.tensor([3, 1]), x)
+    assert got is RuntimeError if first == [3, 3] else torch.equal(got, adds_two(torch.tensor([3, 1]), x))
+    assert (len(run.graphs) == 1) == (first == [3, 3])
 
 
 def splits(n, x):
@@ -109,9 +154,14 @@ def checks(n, x):
     return torch.zeros(length) + 1
 
 
+def differences(n, x):
+    starts = torch.nonzero(n).flatten()
+    return (starts[1:] - starts[:-1]).sum() + views(n, x)
+
+
 @pytest.mark.parametrize(
     ("program", "numbers"),
-    [(splits, [2, 1]), (views, [3, 1]), (multiplies, [3, 1]), (checks, [2, 1])],
+    [(splits, [2, 1]), (differences, [3, 1]), (views, [3, 1]), (multiplies, [3, 1]), (checks, [2, 1])],
     ids=lambda each: getattr(each, "__name__", ""),
 )
 def test_what_eager_asks_for_too_needs_no_guard(program, numbers, monkeypatch):

@@ -1,11 +1,14 @@
 """Code traced for all experts although eager runs it for those with rows: what it does to Python must be harmless."""
 
 import contextlib
+import gc
 import logging
 import random
+import weakref
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tests import versions
 from tests.capture.speculated_loops import (
@@ -19,6 +22,7 @@ from tests.capture.speculated_loops import (
     writes_a_global,
     writes_a_global_in_a_helper,
 )
+from tests.captured import compile_with_glue
 
 
 def sets_an_attribute(state, expert):
@@ -376,3 +380,27 @@ EVERYWHERE = [reads, looks_up, makes_a_list, makes_a_dict, counts_up, calls_help
 @pytest.mark.parametrize("touch", EVERYWHERE, ids=lambda touch: touch.__name__)
 def test_what_only_reads_or_is_its_own_is_grouped(over, touch):
     check(over(touch), grouped=True)
+
+
+@pytest.mark.parametrize("loop", ["grouped", "left as it is"])
+def test_a_compiled_loop_keeps_no_input(loop):
+    """What the pass was told of a loop is part of the graph, which lives as long as the compiled code."""
+
+    def fn(x, selected, *weights):
+        out = torch.zeros_like(x)
+        for expert, weight in enumerate(weights):
+            _, token = torch.where(F.one_hot(selected, len(weights)).permute(2, 1, 0)[expert])
+            if token.numel() > 0:
+                rows = x[token]
+                if loop == "grouped":
+                    out.index_add_(0, token, rows @ weight)
+        return out
+
+    run = compile_with_glue(fn, passes={"group_experts": True}, fullgraph=False)
+    inputs = [torch.randn(5, 3), torch.arange(10).view(5, 2) % 3, *torch.randn(3, 3, 3).unbind()]
+    torch.testing.assert_close(run.call(*inputs), fn(*inputs))
+    assert bool(run.session.capture_events) == (loop == "left as it is")
+    kept = [weakref.ref(each) for each in inputs]
+    del inputs
+    gc.collect()
+    assert [each() for each in kept] == [None] * len(kept)

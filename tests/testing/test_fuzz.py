@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from glue_compiler.fx.copying import copy_graph_module
-from glue_compiler.testing.fuzz import harness
+from glue_compiler.testing.fuzz import harness, workers
 from glue_compiler.testing.fuzz.__main__ import main
 from glue_compiler.testing.fuzz.campaign import repaired
 from glue_compiler.testing.fuzz.check import NotAProgram, eager_results, module_of, runs_eagerly, verdict
@@ -24,6 +24,8 @@ from glue_compiler.testing.fuzz.mutations import MUTATIONS, mutate
 from glue_compiler.testing.fuzz.process_state import ProcessState
 from glue_compiler.testing.fuzz.programs import Call, Program, Statement, paths, unwrapped, without
 from glue_compiler.testing.fuzz.shrink import shrunk
+from glue_compiler.testing.fuzz.tally import Settings
+from tests.testing import fuzz_levels
 
 WRONG = "tests.verify.wrong_passes:RenameFunctions"
 """Writes ``sin`` as ``cos``."""
@@ -289,3 +291,22 @@ def test_two_workers_count_together():
     )
     assert found.returncode == 0, found.stdout + found.stderr
     assert "graphs: 2 in" in found.stdout
+
+
+@pytest.mark.parametrize("level", [fuzz_levels.dies, fuzz_levels.runs], ids=lambda level: level.__name__)
+def test_a_worker_that_dies_loses_nothing(level, monkeypatch, tmp_path, capsys):
+    monkeypatch.setitem(workers.LEVELS, "programs", level)
+    total = workers.run_in(2, "programs", Settings(seed=7, seconds=600, keep=tmp_path))
+    deaths = [2, 4] if level is fuzz_levels.dies else []
+    assert total.ran == 2 * (fuzz_levels.COUNT - len(deaths))
+    seeds = (7, 7 + 1_000_003)
+    assert {each.origin for each in total.failures} == {f"seed {s}, programs from {n}" for s in seeds for n in deaths}
+    assert {each.wrong[0] for each in total.failures} == {f"the worker died (exit code {c})" for c in (3, 1) if deaths}
+    assert len(list(tmp_path.iterdir())) == len(total.failures)
+    assert ("--seed 7 --first 4 --count 1" in capsys.readouterr().out) == bool(deaths)
+
+
+def test_a_worker_that_never_starts_ends_the_run(monkeypatch):
+    monkeypatch.setitem(workers.LEVELS, "programs", fuzz_levels.dies_at_once)
+    with pytest.raises(RuntimeError, match="does not start"):
+        workers.run_in(2, "programs", Settings(seed=7))

@@ -24,6 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         seed=seed,
         seconds=given.seconds / len(levels),
         count=given.count,
+        first=given.first,
         kinds=tuple(given.kind or KINDS),
         device=given.device,
         only=given.only,
@@ -45,6 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seconds", type=float, default=60.0, help="how long, over all levels")
     parser.add_argument("--count", type=int, help="stop after so many programs, and so many graphs")
     parser.add_argument("--seed", type=int, help="draws the same programs again; by default another one each time")
+    parser.add_argument("--first", type=int, default=0, help="the number of the program to begin with")
     parser.add_argument("--level", choices=(*LEVELS, "both"), default="both")
     parser.add_argument("--kind", choices=tuple(KINDS), action="append", help="only programs of this kind")
     parser.add_argument("--pass", dest="only", choices=registry.pass_names(), help="graphs: only this pass")

@@ -18,9 +18,10 @@ def run_programs(settings: Settings, reporter: Reporter) -> Tally:
     quiet_and_frozen()
     tally = Tally("programs")
     start = time.monotonic()
-    number = -1
+    number = settings.first - 1
     while not settings.is_over(start, tally.ran):
         number += 1
+        reporter.on_progress(number, tally)
         random = Random(f"{settings.seed}/programs/{number}")
         program = repaired(draw_program(random, random.choice(settings.kinds), settings.device), random)
         if program is None:

@@ -119,5 +119,8 @@ def quiet_and_frozen() -> None:
     """Set up a process: calls that fail on fake tensors are no news, and collections skip what is imported."""
     for name in ("_subclasses.fake_tensor", "fx.experimental.sym_node", "fx.experimental.symbolic_shapes"):
         logging.getLogger(f"torch.{name}").setLevel(logging.CRITICAL)
+    if torch.cuda.is_available():
+        # Dynamo does in its first compile, for any backend; a checkpoint whose forward is that one refuses to run.
+        torch.cuda.init()
     gc.collect()
     gc.freeze()

@@ -55,15 +55,16 @@ def run_graphs(settings: Settings, reporter: Reporter) -> Tally:
     quiet_and_frozen()
     tally = Tally("graphs")
     start = time.monotonic()
-    number = 0
+    number = settings.first - 1
     while not settings.is_over(start, tally.ran):
+        number += 1
+        reporter.on_progress(number, tally)
         random = Random(f"{settings.seed}/graphs/{number}")
         kind = random.choice(settings.kinds)
         try:
             template = draw_template(random, kind, settings.device)
         except NotAProgram:
             tally.refused += 1
-            number += 1
             continue
         passes: list[str | None] = [name for name in PASSES[kind] if settings.only in (None, name)] or [settings.only]
         name = random.choice(passes)
@@ -72,7 +73,6 @@ def run_graphs(settings: Settings, reporter: Reporter) -> Tally:
             if settings.is_over(start, tally.ran) or (mutant == FEW and tally.rewritten == rewritten):
                 break
             _one(template, f"{number}/{mutant}", str(name), tally, settings, reporter)
-        number += 1
     tally.seconds = time.monotonic() - start
     return tally
 

@@ -17,7 +17,7 @@ class Settings:
     """How a run goes on.
 
     Attributes:
-        seconds, count: it ends after so long, or so many programs.
+        seconds, count: it ends after so long, or so many programs. first: the number of the one that it begins with.
         kinds: what is drawn.
         only: the pass that runs on graphs.
         shrink_seconds: for one failure.
@@ -27,6 +27,7 @@ class Settings:
     seed: int
     seconds: float = 60.0
     count: int | None = None
+    first: int = 0
     kinds: tuple[str, ...] = tuple(KINDS)
     device: str = "cpu"
     only: str | None = None
@@ -101,6 +102,8 @@ class Reporter:
     def __init__(self, say: Callable[[str], None], keep: Path | None, limit: int = 2) -> None:
         self._say, self._keep, self._limit = say, keep, limit
         self._seen: Counter[str] = Counter()
+        self.on_progress: Callable[[int, Tally], None] = lambda number, tally: None
+        """Called before program (or template) ``number`` is drawn, with what was done before."""
 
     def is_new(self, kind: str) -> bool:
         """Is a failure of this kind worth a closer look? So many are."""

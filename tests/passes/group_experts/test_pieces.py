@@ -149,6 +149,7 @@ def test_counts_of_one_hot_prove_slices_without_topk():
     assert_grouped(run, 1)
 
 
+@versions.SLICE_WRITES.mark
 def test_counts_added_up_with_scatter_add():
     def loop(x, selected, gate_up):
         flat = selected.flatten()
@@ -168,6 +169,7 @@ def test_counts_added_up_with_scatter_add():
     assert_grouped(run, 1)
 
 
+@versions.SLICE_WRITES.mark
 def test_rows_of_no_expert_stay_zero():
     """histc does not count ids from E on; the slices end before the rows do."""
 

@@ -15,6 +15,13 @@ from tests.passes.hoist_metadata.test_one_graph import packed_layer, positions_o
 LAYERS = 4
 
 
+@pytest.fixture(autouse=True, scope="module")
+def device_is_up():
+    """Dynamo's first compile initializes CUDA, for any backend; a checkpoint whose forward that is refuses to run."""
+    if torch.cuda.is_available():
+        torch.cuda.init()
+
+
 class Layer(torch.nn.Module):
     def __init__(self):
         super().__init__()

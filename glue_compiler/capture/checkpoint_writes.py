@@ -1,0 +1,79 @@
+"""Checkpointed bodies that write memory from outside, and that Dynamo would have left to eager without glue.
+
+Eager code writes again when backward recomputes the body; a body that is captured writes once, with any backend. So
+where data-dependent capture is what lets such a body into a graph, the frame is converted again without it: glue does
+not change how often a program writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from glue_compiler import compat
+from glue_compiler.fx.bodies import is_higher_order
+from glue_compiler.fx.effects import EffectAnalysis
+from glue_compiler.fx.values import StorageKey, storages_of, tensors_in, unbacked_in, value_of
+
+_CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+
+
+class CheckpointWrites(compat.TracingObserver):
+    """Of one frame that is being traced; its checkpointed bodies are looked at as one."""
+
+    def __init__(self) -> None:
+        self._begin(None)
+
+    def _begin(self, output: Any) -> None:
+        self.repeated: str | None = None
+        """A write that eager code would do once more, in words."""
+        self._output = output
+        self._waiting: list[fx.Node] = []
+        """Calls in bodies that were not looked at yet."""
+        self._depends = False
+        """Does a body make sizes that depend on data, or branch on what a tensor holds?"""
+        self._given: set[StorageKey] = set()
+        self._effects: EffectAnalysis | None = None
+
+    def is_watching(self, frame: Any, at: int) -> bool:
+        if frame.output is not self._output:  # Dynamo starts again after a failed speculation
+            self._begin(frame.output)
+        return False
+
+    def decide(self, frame: Any, at: int | None, node: fx.Node, expression: Any) -> bool | None:
+        self._depends = self._depends or _CHECKPOINT in compat.bodies_around(frame)
+        return None
+
+    def made_in_body(self, node: fx.Node, bodies_of: Sequence[Any]) -> None:
+        if node.op.startswith("call_") and _CHECKPOINT in bodies_of:
+            self._waiting.append(node)
+
+    def made(self, node: fx.Node, misuses_index: bool) -> None:
+        if node.target is _CHECKPOINT and self.repeated is None:  # its body is complete
+            self._depends = self._depends or any(map(_makes_sizes, self._waiting))
+            if self._depends:
+                self._look()
+
+    def _look(self) -> None:
+        operands = {operand for node in self._waiting for operand in node.all_input_nodes}
+        self._given |= storages_of([value_of(each) for each in operands if not each.op.startswith("call_")])
+        found = next((node for node in self._waiting if not self._given.isdisjoint(self._written(node))), None)
+        if found is not None:
+            self.repeated = f"'{found.name}' writes in a checkpointed body that depends on data"
+        self._waiting.clear()
+
+    def _written(self, node: fx.Node) -> frozenset[StorageKey]:
+        if is_higher_order(node):
+            return frozenset()  # the nodes of its body were noted by themselves
+        if self._effects is None:
+            tensors = tensors_in([value_of(each) for each in (node, *node.all_input_nodes)])
+            self._effects = EffectAnalysis(compat.fake_mode_of(tensors))
+        return self._effects.of(None, node).writes
+
+
+def _makes_sizes(node: fx.Node) -> bool:
+    given = unbacked_in([value_of(operand) for operand in node.all_input_nodes])
+    return not set(unbacked_in(value_of(node))) <= set(given)
