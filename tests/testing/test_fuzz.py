@@ -123,11 +123,32 @@ def test_shrinking_keeps_what_the_failure_needs():
     assert [s.text for s in small.body] == ["y = b.sin()"]
 
 
+@pytest.mark.parametrize(("index", "is_one"), [(0, False), (1, True)])
+def test_a_program_whose_checkpoints_compute_something_else_again_is_none(index, is_one):
+    two = program(
+        "y = checkpoint(reads, x, seen, use_reentrant=False)",
+        "y = checkpoint(writes, y, seen, use_reentrant=False)",
+        prelude=(
+            "seen = torch.zeros(2)",
+            "def reads(x, seen): return x.sin() * (seen[0] + 1)",
+            f"def writes(x, seen): seen.data[{index}] = 4; return x * 2",
+        ),
+    )
+    assert runs_eagerly(two) == is_one
+
+
 def compared(expected, actual, **settings):
     return harness.differences({"PRECISION": "float64", "ZERO_FOR_NONE": False, **settings}, expected, actual)
 
 
 ONE = torch.ones(2, dtype=torch.float64)
+
+
+def test_what_eager_makes_of_nan_is_not_compared():
+    half = torch.tensor([1.0, float("nan")], dtype=torch.float64)
+    assert compared({"output 0": half}, {"output 0": ONE}) == []
+    (difference,) = compared({"output 0": half}, {"output 0": ONE * 2})
+    assert "off by" in difference
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def module_of(program: Program) -> dict[str, Any]:
 def eager_results(program: Program) -> dict[str, Any]:
     """
     Raises:
-        NotAProgram: if a call raises.
+        NotAProgram: if a call raises, or a checkpoint's body computes something else when backward calls it again.
     """
     try:
         seen = harness.observe(module_of(program))
@@ -61,7 +61,27 @@ def eager_results(program: Program) -> dict[str, Any]:
     errors = [value for label, value in seen.items() if label.endswith(": error")]
     if errors and not program.raises:
         raise NotAProgram(errors[0])
+    if "checkpoint(" in program.source() and not _is_reproducible(program, seen):
+        raise NotAProgram("a checkpoint's body computes something else when backward calls it again")
     return seen
+
+
+def _is_reproducible(program: Program, seen: Mapping[str, Any]) -> bool:
+    """Are the gradients those of the program without checkpoints? Which they are is not specified else."""
+
+    def called_once(function: Callable[..., Any], *args: Any, **_: Any) -> Any:
+        return function(*args)
+
+    module = module_of(program)
+    module["checkpoint"] = called_once
+    once = harness.observe(module)
+    pairs = [(value, once.get(label)) for label, value in seen.items() if "gradient of" in label]
+    return not any(
+        isinstance(a, torch.Tensor)
+        and isinstance(b, torch.Tensor)
+        and harness.tensors_differ(a, b, harness.TOLERANCE[program.precision])
+        for a, b in pairs
+    )
 
 
 def runs_eagerly(program: Program) -> bool:

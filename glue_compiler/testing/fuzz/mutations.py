@@ -316,7 +316,9 @@ def _other(value: Any, random: Random) -> Any:
     if isinstance(value, int):
         return random.choice([value + 1, value - 1, -value, 0])
     if isinstance(value, float):
-        return random.choice([-value, 0.0, value * 2, -1e30, -math.inf, 1.0])
+        if abs(value) >= 1e9:  # what a mask adds
+            return random.choice([-value, 0.0, -10.0, -1e30, -math.inf])
+        return random.choice([-value, 0.0, value * 2, 1.0])
     changed = list(value)
     chosen = random.choice([i for i, item in enumerate(changed) if type(item) in (int, float)])
     changed[chosen] = _other(changed[chosen], random)
