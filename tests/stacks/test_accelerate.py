@@ -14,6 +14,8 @@ from tests.stacks.tiny import LAYERS
 
 pytest.importorskip("accelerate")
 
+pytestmark = [pytest.mark.slow, pytest.mark.stack]
+
 LAUNCH = ("-m", "accelerate.commands.launch", "--cpu", "--num_processes=1")
 SCRIPT = """
 import sys
@@ -23,8 +25,6 @@ import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader
 from tests.stacks.tiny import causal_model, token_rows, transformers
-
-pytestmark = [pytest.mark.slow, pytest.mark.stack]
 
 accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2{arguments})
 model = causal_model()
