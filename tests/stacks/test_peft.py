@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.stacks.test_trainer import logged, trained
-from tests.stacks.tiny import LAYERS, causal_model
+from tests.stacks.test_trainer import trained
+from tests.stacks.tiny import LAYERS, causal_model, logged
 
 peft = pytest.importorskip("peft")
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.stacks.tiny import LAYERS, causal_model, token_rows, tokenizer, transformers
+from tests.stacks.tiny import LAYERS, TRAINING, causal_model, logged, token_rows, tokenizer, transformers
 
 pytestmark = [pytest.mark.slow, pytest.mark.stack]
 
@@ -16,17 +16,7 @@ ROWS = 4 * STEPS
 
 
 def arguments(folder: Any, compiled: bool, **changes: Any) -> Any:
-    defaults = {
-        "output_dir": str(folder),
-        "use_cpu": True,
-        "per_device_train_batch_size": 4,
-        "max_steps": STEPS,
-        "learning_rate": 1e-2,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-    }
+    defaults = {**TRAINING, "output_dir": str(folder), "max_steps": STEPS}
     if compiled:
         defaults["torch_compile_backend"] = "glue"
     return transformers.TrainingArguments(**{**defaults, **changes})
@@ -51,10 +41,6 @@ def trained(folder: Any, compiled: bool, collator: Any = packed, model: Any = No
     )
     trainer.train()
     return trainer
-
-
-def logged(trainer: Any, name: str = "loss") -> torch.Tensor:
-    return torch.tensor([entry[name] for entry in trainer.state.log_history if name in entry])
 
 
 def assert_trains_as_eager(folder: Any, rtol: float = 1e-5, **changes: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.stacks.tiny import LAYERS, causal_model, datasets, texts, tokenizer, words
+from tests.stacks.tiny import LAYERS, TRAINING, causal_model, datasets, logged, texts, tokenizer, words
 
 trl = pytest.importorskip("trl")
 
@@ -17,22 +17,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.stack]
 STEPS = 4
 # Of the loss that TRL computes in chunks: torch.compile ends the graph at its products into slices of a buffer.
 CHUNKED_LOSS = ("Attempted to call op with non-contiguous `out=` tensor",)
-COMMON = {
-    "use_cpu": True,
-    "bf16": False,
-    "per_device_train_batch_size": 4,
-    "max_steps": STEPS,
-    "learning_rate": 1e-2,
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "report_to": "none",
-    "disable_tqdm": True,
-}
+COMMON = {**TRAINING, "bf16": False, "max_steps": STEPS}
 
 
 def losses(trainer: Any) -> torch.Tensor:
     trainer.train()
-    return torch.tensor([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    return logged(trainer)
 
 
 def assert_trains_as_eager(build: Any, **changes: Any) -> None:

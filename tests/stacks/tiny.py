@@ -11,6 +11,17 @@ import torch
 transformers = pytest.importorskip("transformers")
 datasets = pytest.importorskip("datasets")
 
+TRAINING = {
+    "use_cpu": True,
+    "per_device_train_batch_size": 4,
+    "learning_rate": 1e-2,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+}
+"""Arguments of transformers' Trainer, and of those that inherit from it."""
+
 VOCABULARY = 64
 LAYERS = 1
 PAD, BEGIN, END = 0, 1, 2
@@ -48,6 +59,11 @@ def texts(rows: int, shortest: int = 4, longest: int = 20) -> Any:
     """A data set of documents of random lengths: ``{"text": ...}``."""
     generator = random.Random(0)
     return datasets.Dataset.from_list([{"text": words(generator, shortest, longest)} for _ in range(rows)])
+
+
+def logged(trainer: Any, name: str = "loss") -> torch.Tensor:
+    """What a Trainer has logged by ``name``, in order."""
+    return torch.tensor([entry[name] for entry in trainer.state.log_history if name in entry])
 
 
 def token_rows(rows: int, shortest: int = 4, longest: int = 20) -> Any:

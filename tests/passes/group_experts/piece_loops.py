@@ -83,6 +83,15 @@ def in_pieces(rows, counts, gate_up, down):
     return torch.cat(outputs, dim=0)
 
 
+def written_slice_by_slice(out, rows, counts, weight):
+    """``out``, with the products of all experts written to its slices. ``weight[e]`` is ``[N, K]``."""
+    start = 0
+    for expert, n in enumerate(counts):
+        out[start : start + n] = F.linear(rows[start : start + n], weight[expert])
+        start = start + n
+    return out
+
+
 def scattered_counts(selected, experts):
     counts = selected.new_zeros((selected.shape[0], experts))
     counts.scatter_(1, selected, 1)

@@ -20,6 +20,7 @@ from tests.passes.group_experts.piece_loops import (
     routed,
     router_inputs,
     scattered_counts,
+    written_slice_by_slice,
 )
 
 
@@ -156,11 +157,7 @@ def test_counts_added_up_with_scatter_add():
         counts = torch.zeros(EXPERTS, dtype=torch.int64).scatter_add_(0, flat, torch.ones_like(flat))
         rows = x[flat.argsort(stable=True) // selected.shape[1]]
         out = torch.empty(rows.shape[0], gate_up.shape[1], dtype=x.dtype)
-        start = 0
-        for expert, n in enumerate(counts.tolist()):
-            out[start : start + n] = F.linear(rows[start : start + n], gate_up[expert])
-            start = start + n
-        return out
+        return written_slice_by_slice(out, rows, counts.tolist(), gate_up)
 
     x, _, gate_up, _ = router_inputs()
     selected = torch.randint(0, EXPERTS, (11, 2))
@@ -178,11 +175,7 @@ def test_rows_of_no_expert_stay_zero():
         counts = torch.histc(flat.to(torch.float32), bins=EXPERTS, min=0, max=EXPERTS - 1).long()
         rows = x[flat.argsort(stable=True) // selected.shape[1]]
         out = torch.zeros(rows.shape[0], gate_up.shape[1], dtype=x.dtype)
-        start = 0
-        for expert, n in enumerate(counts.tolist()):
-            out[start : start + n] = F.linear(rows[start : start + n], gate_up[expert])
-            start = start + n
-        return out
+        return written_slice_by_slice(out, rows, counts.tolist(), gate_up)
 
     x, _, gate_up, _ = router_inputs()
     selected = torch.randint(0, EXPERTS + 2, (11, 2))

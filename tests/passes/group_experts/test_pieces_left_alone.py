@@ -10,7 +10,13 @@ from glue_compiler.testing import assert_rewritten, assert_untouched, capture, r
 from tests import versions
 from tests.captured import count
 from tests.passes.group_experts.loops import EXPERTS, WIDTH, compiled
-from tests.passes.group_experts.piece_loops import SPLITS, routed, router_inputs, scattered_counts
+from tests.passes.group_experts.piece_loops import (
+    SPLITS,
+    routed,
+    router_inputs,
+    scattered_counts,
+    written_slice_by_slice,
+)
 from tests.passes.group_experts.test_pieces import check
 
 
@@ -84,25 +90,15 @@ def classes_counted_in_half_precision(x, logits, gate_up, down):
 def counts_that_may_be_fewer(x, logits, gate_up, down):
     """A token's slots may name one expert twice, which counts once: the result may have fewer rows."""
     selected = logits.argsort(-1)[:, :2] % 3
-    rows = x[selected.flatten().argsort(stable=True) // 2]
-    outputs, start = [], 0
-    for e, n in enumerate(scattered_counts(selected, EXPERTS).tolist()):
-        outputs.append(F.linear(rows[start : start + n], gate_up[e]))
-        start = start + n
-    return torch.cat(outputs)
+    return _pieces_by(selected, scattered_counts(selected, EXPERTS), x, gate_up)
 
 
 def counts_written_before_they_are_counted(x, logits, gate_up, down):
-    _, selected, order = routed(logits)
-    rows = x[order // selected.shape[1]]
+    _, selected, _ = routed(logits)
     counts = torch.zeros(selected.shape[0], EXPERTS, dtype=torch.int64)
     counts.scatter_(1, selected, 1)
     counts.mul_(0)
-    outputs, start = [], 0
-    for e, n in enumerate(counts.sum(0).tolist()):
-        outputs.append(F.linear(rows[start : start + n], gate_up[e]))
-        start = start + n
-    return torch.cat(outputs)
+    return _pieces_by(selected, counts.sum(0), x, gate_up)
 
 
 def more_than_products_of_rows_that_may_be_nobodys(x, logits, gate_up, down):
@@ -139,12 +135,7 @@ def written_to_a_tensor_that_is_read(x, logits, gate_up, down):
 
 def written_to_what_is_not_fresh(x, logits, gate_up, down):
     rows, sizes = sorted_rows(x, logits)
-    out = torch.sin(rows @ gate_up[0].T)
-    start = 0
-    for e, n in enumerate(sizes):
-        out[start : start + n] = F.linear(rows[start : start + n], gate_up[e])
-        start = start + n
-    return out
+    return written_slice_by_slice(torch.sin(rows @ gate_up[0].T), rows, sizes, gate_up)
 
 
 def another_activation(x, logits, gate_up, down):
