@@ -10,21 +10,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import fx
 
 from glue_compiler import compat
-from glue_compiler.fx.bodies import is_higher_order
-from glue_compiler.fx.effects import EffectAnalysis
-from glue_compiler.fx.values import StorageKey, storages_of, tensors_in, unbacked_in, value_of
-
-_CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+from glue_compiler.capture.traced_writes import TracedWrites
+from glue_compiler.fx.bodies import CHECKPOINT, is_higher_order
+from glue_compiler.fx.values import StorageKey, storages_of, unbacked_in, value_of
 
 
 class CheckpointWrites(compat.TracingObserver):
-    """Of one frame that is being traced; its checkpointed bodies are looked at as one."""
+    """Of one frame that is being traced; its checkpointed bodies are looked at as one. ``writes``: of the frame."""
 
-    def __init__(self) -> None:
+    def __init__(self, writes: TracedWrites) -> None:
+        self.writes = writes
         self._begin(None)
 
     def _begin(self, output: Any) -> None:
@@ -36,7 +34,6 @@ class CheckpointWrites(compat.TracingObserver):
         self._depends = False
         """Does a body make sizes that depend on data, or branch on what a tensor holds?"""
         self._given: set[StorageKey] = set()
-        self._effects: EffectAnalysis | None = None
 
     def is_watching(self, frame: Any, at: int) -> bool:
         if frame.output is not self._output:  # Dynamo starts again after a failed speculation
@@ -44,15 +41,15 @@ class CheckpointWrites(compat.TracingObserver):
         return False
 
     def decide(self, frame: Any, at: int | None, node: fx.Node, expression: Any) -> bool | None:
-        self._depends = self._depends or _CHECKPOINT in compat.bodies_around(frame)
+        self._depends = self._depends or CHECKPOINT in compat.bodies_around(frame)
         return None
 
     def made_in_body(self, node: fx.Node, bodies_of: Sequence[Any]) -> None:
-        if node.op.startswith("call_") and _CHECKPOINT in bodies_of:
+        if node.op.startswith("call_") and CHECKPOINT in bodies_of:
             self._waiting.append(node)
 
     def made(self, node: fx.Node, misuses_index: bool) -> None:
-        if node.target is _CHECKPOINT and self.repeated is None:  # its body is complete
+        if node.target is CHECKPOINT and self.repeated is None:  # its body is complete
             self._depends = self._depends or any(map(_makes_sizes, self._waiting))
             if self._depends:
                 self._look()
@@ -68,10 +65,7 @@ class CheckpointWrites(compat.TracingObserver):
     def _written(self, node: fx.Node) -> frozenset[StorageKey]:
         if is_higher_order(node):
             return frozenset()  # the nodes of its body were noted by themselves
-        if self._effects is None:
-            tensors = tensors_in([value_of(each) for each in (node, *node.all_input_nodes)])
-            self._effects = EffectAnalysis(compat.fake_mode_of(tensors))
-        return self._effects.of(None, node).writes
+        return self.writes.effects_of(node).writes
 
 
 def _makes_sizes(node: fx.Node) -> bool:

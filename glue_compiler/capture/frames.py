@@ -49,17 +49,16 @@ def convert_frame(convert: Callable[[], Any], record: Callable[[CaptureEvent], N
     if compat.dynamo_flags(tuple(FLAGS)) == FLAGS:
         return _convert(convert, record)
     try:
-        writes, checkpoints = TracedWrites(), CheckpointWrites()
-        branches, assumptions = GuardedBranches(writes), SizeAssumptions(writes)
+        writes = TracedWrites()
+        checkpoints, branches, assumptions = CheckpointWrites(writes), GuardedBranches(writes), SizeAssumptions(writes)
         with contextlib.ExitStack() as stack:
             stack.enter_context(compat.patch_dynamo(FLAGS))
             for observer in (writes, checkpoints, branches, assumptions):
                 stack.enter_context(compat.traced(observer))
             result = convert()
-        found = assumptions.unguarded or checkpoints.repeated
-        if found is None:
+        reason = assumptions.unguarded or checkpoints.repeated
+        if reason is None:
             return result
-        reason = found
     except Exception as error:
         if not _may_be_the_flags(error):
             return _raise(error, record)

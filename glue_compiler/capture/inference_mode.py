@@ -9,15 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from glue_compiler import compat
+from glue_compiler.fx.bodies import CHECKPOINT
 
 
 class InferenceMode(compat.TracingObserver):
     """Of one frame that is being traced."""
 
     def enters_inference_mode(self, bodies_of: Sequence[Any]) -> str | None:
-        if torch.ops.higher_order.tag_activation_checkpoint in bodies_of:
+        if CHECKPOINT in bodies_of:
             return "inference mode in a checkpointed body"
         return None

@@ -12,7 +12,7 @@ from torch import fx
 
 from glue_compiler import compat
 from glue_compiler.fx.bodies import is_higher_order
-from glue_compiler.fx.effects import EffectAnalysis, Kind, is_known_function
+from glue_compiler.fx.effects import EffectAnalysis, Effects, Kind, is_known_function
 from glue_compiler.fx.values import StorageKey, tensors_in, value_of
 
 
@@ -36,6 +36,11 @@ class TracedWrites(compat.TracingObserver):
         self._waiting.clear()
         return self._anything or not self._written.isdisjoint(storages)
 
+    def effects_of(self, node: fx.Node) -> Effects:
+        """What one call does, as if no mode was switched around it."""
+        mode = compat.fake_mode_of(tensors_in([value_of(each) for each in (node, *node.all_input_nodes)]))
+        return self._effects.setdefault(id(mode), EffectAnalysis(mode)).of(None, node)
+
     def _look_at(self, node: fx.Node) -> None:
         tensors = tensors_in([value_of(each) for each in (node, *node.all_input_nodes)])
         if is_higher_order(node):
@@ -43,7 +48,6 @@ class TracedWrites(compat.TracingObserver):
                 return  # the nodes of its body were noted by themselves
         elif not tensors and is_known_function(node):  # it switches a mode, or computes with numbers
             return
-        mode = compat.fake_mode_of(tensors)
-        found = self._effects.setdefault(id(mode), EffectAnalysis(mode)).of(None, node)
+        found = self.effects_of(node)
         self._written |= found.writes
         self._anything |= found.kind is Kind.BARRIER

@@ -5,14 +5,18 @@ from __future__ import annotations
 from glue_compiler.compat.parts import ANY, Feature, Uses
 
 _SHAPES = "torch.fx.experimental.symbolic_shapes:ShapeEnv"
+_VALUES = {
+    "torch._subclasses.fake_tensor:FakeTensor": ANY,
+    "torch._subclasses.fake_tensor:FakeTensorMode": ANY,
+    "torch.fx.experimental.sym_node:SymNode.__init__": Uses(("self", "expr", "shape_env", "pytype", "hint")),
+}
+"""Fake tensors and symbolic numbers."""
 
 REWRITES = Feature(
     "rewriting of graphs",
     {
         "torch._C._functorch:is_functorch_wrapped_tensor": ANY,
-        "torch._subclasses.fake_tensor:FakeTensor": ANY,
-        "torch._subclasses.fake_tensor:FakeTensorMode": ANY,
-        "torch.fx.experimental.sym_node:SymNode.__init__": Uses(("self", "expr", "shape_env", "pytype", "hint")),
+        **_VALUES,
         "torch.fx.experimental.sym_node:SymNode.expr": ANY,
         "torch.fx.experimental.sym_node:SymNode.hint": ANY,
         "torch.fx.experimental.symbolic_shapes:free_unbacked_symbols": Uses(("x",)),
@@ -72,9 +76,7 @@ SAVED_GRAPHS = Feature(
     "saving and loading of graphs",
     {
         "torch._dynamo.source:ConstantSource": ANY,
-        "torch._subclasses.fake_tensor:FakeTensor": ANY,
-        "torch._subclasses.fake_tensor:FakeTensorMode": ANY,
-        "torch.fx.experimental.sym_node:SymNode.__init__": Uses(("self", "expr", "shape_env", "pytype", "hint")),
+        **_VALUES,
         "torch.fx.experimental.symbolic_shapes:ValueRangesSLoc": ANY,
         f"{_SHAPES}._get_sloc": ANY,
         f"{_SHAPES}.get_implications": Uses(("self", "e")),

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+"""What Dynamo makes of a checkpoint."""
+
 # Operators that run their body once, at the call, on their operands in order; with the index of the first operand.
 _RUN_ONCE = {
     "tag_activation_checkpoint": 1,

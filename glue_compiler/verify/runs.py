@@ -101,7 +101,7 @@ def eager_reference(gm: fx.GraphModule) -> fx.GraphModule:
     """``gm``, a graph of our own, so that it runs eagerly as the user's program would: with its checkpoints."""
     for module in bodies.graph_modules(gm):
         for node in module.graph.nodes:
-            if node.op == "call_function" and node.target is torch.ops.higher_order.tag_activation_checkpoint:
+            if node.op == "call_function" and node.target is bodies.CHECKPOINT:
                 node.target = checkpoint_body
                 node.kwargs = {}
         module.recompile()

@@ -11,7 +11,8 @@ import torch
 from torch import fx
 
 from glue_compiler.compat.switches import ENTER_AUTOCAST, EXIT_AUTOCAST
-from glue_compiler.testing.fuzz.graphs import CHECKPOINT, Template
+from glue_compiler.fx.bodies import CHECKPOINT
+from glue_compiler.testing.fuzz.graphs import Template
 from glue_compiler.testing.fuzz.programs import Call, Program, Statement
 from glue_compiler.testing.fuzz.twists import OPERATORS
 

@@ -13,13 +13,12 @@ from torch import fx
 from glue_compiler.capture import FLAGS
 from glue_compiler.compat import fake_runs, patch_dynamo
 from glue_compiler.compat.switches import ENTER_AUTOCAST, EXIT_AUTOCAST, modes_restored
+from glue_compiler.fx.bodies import CHECKPOINT
 from glue_compiler.fx.copying import copy_graph_module
 from glue_compiler.fx.values import unbacked_in, value_of
 from glue_compiler.testing.fuzz.check import NotAProgram, clean_dynamo, module_of
 from glue_compiler.testing.fuzz.kinds import draw_program
 from glue_compiler.testing.fuzz.programs import Program
-
-CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from glue_compiler.compat.switches import ENTER_AUTOCAST, EXIT_AUTOCAST
-from glue_compiler.testing.fuzz.graphs import CHECKPOINT
+from glue_compiler.fx.bodies import CHECKPOINT
 
 Mutation = Callable[[fx.Graph, Random], bool]
 _SKIPPED = ("_assert", "_check", "sym_constrain", "sym_size", "_set_grad", "_enter_autocast", "_exit_autocast")
