@@ -21,6 +21,7 @@ from torch import fx
 
 from glue_compiler import compat
 from glue_compiler.compat import operators
+from glue_compiler.compat.operator_calls import call_of
 from glue_compiler.errors import GlueGradientLeafError
 from glue_compiler.fx import bodies
 from glue_compiler.fx.effects import EffectAnalysis, Kind
@@ -126,9 +127,7 @@ def _run(gm: fx.GraphModule, node: fx.Node, changed: dict[fx.Node, Any], effects
     try:
         # What asks for a gradient on record was made with autograd on.
         with mode.entered(), torch.enable_grad(), compat.speculation(fake_mode, fake_mode and fake_mode.shape_env):
-            if node.op == "call_method":
-                return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-            return node.target(*args, **kwargs)  # type: ignore[operator]
+            return call_of(node, args, kwargs)
     except Exception as failure:
         raise GlueGradientLeafError(f"'{node.name}' does not run after requires_grad_(): {failure}") from failure
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.schema_check_mode import SchemaCheckMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -32,6 +33,13 @@ class _PreDispatchMode(SchemaCheckMode):
         result = func(*args, **(kwargs or {}))
         self._on_call(func, args, kwargs or {}, result)
         return result
+
+
+def call_of(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What the function or the method that ``node`` calls gives for these values."""
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def is_higher_order(operator: Any) -> bool:

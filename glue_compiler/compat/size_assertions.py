@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from glue_compiler.compat.branch_guards import outside_of_tracing
+from glue_compiler.compat.operator_calls import call_of
 from glue_compiler.compat.symbols import is_unbacked, unbacked_symbols
 
 _ANY_SIZE = 6
@@ -108,10 +109,7 @@ def _runs(node: fx.Node, sizes: _Sizes) -> bool:
                 each: _concrete(each.meta.get("example_value"), sizes) for each in node.all_input_nodes
             }
             arguments, named = fx.map_arg((node.args, node.kwargs), lambda each: made[each])
-            if node.op == "call_method":
-                getattr(arguments[0], str(node.target))(*arguments[1:], **named)
-            else:
-                node.target(*arguments, **named)  # type: ignore[operator]
+            call_of(node, arguments, named)
     except Exception:
         return False
     return True

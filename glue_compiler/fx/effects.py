@@ -22,7 +22,7 @@ from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from glue_compiler import compat
-from glue_compiler.compat.operator_calls import computes_only, is_higher_order, observed_operators
+from glue_compiler.compat.operator_calls import call_of, computes_only, is_higher_order, observed_operators
 from glue_compiler.compat.switches import AUTOCAST_SWITCHES, GRAD_SWITCHES, WITHOUT_EFFECT
 from glue_compiler.fx import bodies
 from glue_compiler.fx.modes import Mode, modes_of
@@ -303,10 +303,7 @@ class EffectAnalysis:
                 recorder,
                 observed_operators(operators),
             ):
-                if node.op == "call_method":
-                    result = getattr(args[0], str(node.target))(*args[1:], **kwargs)
-                else:
-                    result = node.target(*args, **kwargs)  # type: ignore[operator]
+                result = call_of(node, args, kwargs)
         except Exception as failure:  # whatever it is, the node is not understood
             log.debug("'%s' cannot be run on fake tensors: %s", node.name, failure)
             return _Outcome(Kind.BARRIER, changes_views=recorder.changes_views)

@@ -13,6 +13,7 @@ from torch import fx
 
 import glue_compiler.ops  # noqa: F401  registers torch.ops.glue
 from glue_compiler import compat
+from glue_compiler.compat.operator_calls import call_of
 from glue_compiler.fx.effects import EffectAnalysis
 from glue_compiler.fx.operators import Call, Operators
 from glue_compiler.fx.values import requires_grad, value_of
@@ -80,10 +81,7 @@ class Emitter:
             for opened in self.autocast:
                 modes.enter_context(torch.autocast(*opened.args))  # type: ignore[arg-type]
             modes.enter_context(compat.speculation(fake_mode, getattr(fake_mode, "shape_env", None)))
-            if node.op == "call_method":
-                value = getattr(args[0], str(node.target))(*args[1:], **kwargs)
-            else:
-                value = node.target(*args, **kwargs)  # type: ignore[operator]
+            value = call_of(node, args, kwargs)
         node.meta.update(self.meta, example_value=value)
         return node
 

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from glue_compiler import compat
+from glue_compiler.compat.operator_calls import call_of
 from glue_compiler.fx.modes import Mode
 from glue_compiler.fx.value_numbering import Scope
 from glue_compiler.fx.values import value_of
@@ -39,10 +40,7 @@ class NodeMaker:
         args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
         shape_env = getattr(self.fake_mode, "shape_env", None)
         with self.mode.entered(), compat.speculation(self.fake_mode, shape_env):
-            if node.op == "call_method":
-                value = getattr(args[0], str(node.target))(*args[1:], **kwargs)
-            else:
-                value = node.target(*args, **kwargs)  # type: ignore[operator]
+            value = call_of(node, args, kwargs)
         node.meta.update({**self.meta, "example_value": value})
         return node
 
