@@ -29,6 +29,7 @@ from glue_compiler.fx.values import (
     expression,
     is_plain,
     leaves,
+    requires_grad,
     storage_of,
     storages_of,
     tensors_in,
@@ -109,12 +110,14 @@ class Numbering:
     """When a node's result is made."""
     unreadable: set[StorageKey]
     """Memory of tensors that are given another shape in place: their metadata is that of the end of the graph."""
+    inputs: set[StorageKey]
+    """Memory of the graph's and the bodies' inputs and attributes."""
 
     def contents(self, node: fx.Node, at: fx.Node) -> fx.Node | None:
         """The node whose result, when it was made, is what ``at`` finds in the memory of ``node``.
 
-        ``node`` itself if nothing may have written that memory in between; a later node that wrote all of it in place;
-        None if it is not known.
+        ``node`` itself if nothing may have written that memory in between; a later node that wrote all of it in place,
+        and passes gradients on where ``node`` does from then on; None if it is not known.
         """
         storages = storages_of(value_of(node))
         if storages & self.unreadable or not all(is_plain(tensor) for tensor in tensors_in(value_of(node))):
@@ -124,7 +127,14 @@ class Numbering:
             return node
         if last.writer is None or not _is_same_view(value_of(last.writer), value_of(node)):
             return None
-        return last.writer
+        has_gradient = requires_grad(value_of(last.writer)) or requires_grad(value_of(node))
+        return None if has_gradient and not self._is_written_as_itself(node, last.writer) else last.writer
+
+    def _is_written_as_itself(self, node: fx.Node, writer: fx.Node) -> bool:
+        """Was ``writer``, or what it wrote to, passed ``node``, and no detached alias of it?"""
+        writers = {write.writer for write in self.writes}
+        same = [arg for arg in writer.all_input_nodes if _is_same_view(value_of(arg), value_of(node))]
+        return node in same or any(arg in writers and self._is_written_as_itself(node, arg) for arg in same)
 
     def is_kept(self, node: fx.Node, at: fx.Node) -> bool:
         """Does ``at`` find in the memory of ``node`` what was there when ``node`` was made?"""
@@ -139,6 +149,10 @@ class Numbering:
     def is_unwritten_after(self, storages: Iterable[StorageKey], node: fx.Node) -> bool:
         """Is nothing written to any of ``storages`` from ``node`` to the end of the graph, as far as is known?"""
         return all(s not in self.unreadable and self._last_writes.get(s, 0) <= self.ends[node] for s in storages)
+
+    def is_private_after(self, storages: Iterable[StorageKey], node: fx.Node) -> bool:
+        """:meth:`is_unwritten_after`, and by the graph's caller neither, who does not know this memory?"""
+        return not set(storages) & (self.inputs | self.returned) and self.is_unwritten_after(storages, node)
 
     @functools.cached_property
     def _last_writes(self) -> dict[StorageKey, int]:
@@ -193,7 +207,7 @@ class _Numberer:
         self.mode: Autocast = ()
         self.escaped: set[StorageKey] = set()
         root = Scope(gm)
-        self.out = Numbering(root, [root], {}, defaultdict(list), {}, set(), set(), {}, [], [], {}, {}, set())
+        self.out = Numbering(root, [root], {}, defaultdict(list), {}, set(), set(), {}, [], [], {}, {}, set(), set())
 
     def run(self) -> Numbering:
         self._scope(self.out.root)
@@ -208,6 +222,7 @@ class _Numberer:
             self.mode = self.analysis.mode_of(scope.module, node).autocast
             if node.op == "placeholder" or node.op == "get_attr":
                 self.escaped |= storages_of(value_of(node))  # others may hold it
+                self.out.inputs |= storages_of(value_of(node))
             if node.op == "output":
                 self.out.starts[node] = self.out.ends[node] = next(self.clock)
                 self.out.returned |= storages_of([value_of(arg) for arg in node.all_input_nodes])

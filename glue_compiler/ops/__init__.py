@@ -16,6 +16,7 @@ from glue_compiler.ops.packed_attention import (
     exact_document_offsets,
     packed_attention,
 )
+from glue_compiler.ops.private_copy import private_copy
 from glue_compiler.ops.varlen_attention import varlen_attention
 
 __all__ = [
@@ -34,5 +35,6 @@ __all__ = [
     "grouped_repeat",
     "grouped_sum",
     "packed_attention",
+    "private_copy",
     "varlen_attention",
 ]

@@ -14,7 +14,7 @@ from glue_compiler.errors import GlueInvariantError
 from glue_compiler.fx.effects import Kind
 from glue_compiler.fx.index_expressions import IndexReader
 from glue_compiler.fx.value_numbering import Numbering
-from glue_compiler.fx.values import expression, value_of
+from glue_compiler.fx.values import expression, requires_grad, storages_of, value_of
 from glue_compiler.passes.specialize_attention.analysis import Plan, Replacement
 from glue_compiler.passes.specialize_attention.attention_calls import AttentionSite
 from glue_compiler.passes.specialize_attention.memory_layouts import has_layout, layout_of
@@ -81,7 +81,7 @@ class _Writer:
                     scale=site.scale,
                     enable_gqa=site.is_grouped,
                 )
-            result = self._laid_out_as(expected, result)
+            result = self._not_saved(site, self._laid_out_as(expected, result))
         found = value_of(result)
         if (found.dtype, found.device, _sizes(found)) != (expected.dtype, expected.device, _sizes(expected)):
             raise GlueInvariantError(f"attention without a mask gives another tensor than '{site.output.name}'")
@@ -100,6 +100,14 @@ class _Writer:
             is_cast = value_of(node).dtype != dtype
             found.append(self.make.call(node.graph, torch.Tensor.to, node, dtype) if is_cast else node)
         return found
+
+    def _not_saved(self, site: AttentionSite, result: fx.Node) -> fx.Node:
+        """Attention saves its result for backward, which one that was written out does not: a caller may write it."""
+        expected = value_of(site.output)
+        is_returned = storages_of(expected) & self.reader.operators.numbering.returned
+        if site.inside and is_returned and requires_grad(expected):
+            return self.make.call(result.graph, _glue.private_copy.default, result)
+        return result
 
     # -- metadata of a packed batch
 

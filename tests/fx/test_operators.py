@@ -172,6 +172,31 @@ def test_an_operand_that_was_written_as_a_whole_is_what_wrote_it():
 
 
 @pytest.mark.parametrize(
+    ("write", "is_followed"),
+    [
+        (lambda x: x.mul_(2), True),
+        (lambda x: x.mul_(2).add_(1), True),
+        (lambda x: x.data.mul_(2), False),
+        (lambda x: x.detach().mul_(2), False),
+        (lambda x: x.detach().mul_(2).add_(1), False),
+    ],
+)
+@pytest.mark.parametrize("needs_gradient", [False, True])
+def test_what_wrote_an_operand_through_an_alias_without_its_gradient_is_not_the_operand(
+    write, is_followed, needs_gradient
+):
+    def fn(x):
+        x = x * 2
+        write(x)
+        return torch.nonzero(x)
+
+    operators, gm = captured(fn, torch.randn(3).requires_grad_(needs_gradient))
+    nonzero = next(node for node in gm.graph.nodes if operators.calls(node) and _is(operators, node, aten.nonzero))
+    value = operators.calls(nonzero)[0].arguments["self"]
+    assert (value.step != FOUND) == (is_followed or not needs_gradient)
+
+
+@pytest.mark.parametrize(
     "write",
     [
         lambda m: m.__setitem__(0, False),

@@ -134,7 +134,13 @@ def _run_pass(gm: fx.GraphModule, name: str) -> PassReport:
 def _module(template: Template, gm: fx.GraphModule) -> dict[str, Any]:
     """A graph as :mod:`harness` takes programs."""
     calls: Sequence[Any] = [("fresh", seed, contextlib.nullcontext) for seed in (1, 2)]
-    made = {"make": template.inputs, "f": run_graph(gm), "CALLS": calls, "COMPILED": []}
+    made = {
+        "make": template.inputs,
+        "f": run_graph(gm),
+        "between": lambda outputs: None,
+        "CALLS": calls,
+        "COMPILED": [],
+    }
     return {**made, "PRECISION": template.program.precision, "ZERO_FOR_NONE": template.program.zero_for_none}
 
 

@@ -36,7 +36,7 @@ def run_calls(program: dict[str, Any], seen: dict[str, Any], watched: list[Any])
                 program["refill"](inputs, seed)
         label = f"call {number}: "
         try:
-            results = one_call(program["f"], inputs, context)
+            results = one_call(program["f"], inputs, context, program["between"])
         except Exception as error:
             results = {"error": f"{type(error).__name__}: {error}"}
         watched += [(label + name, weakref.ref(t)) for name, t in results.items() if isinstance(t, torch.Tensor)]
@@ -54,9 +54,10 @@ def run_calls(program: dict[str, Any], seen: dict[str, Any], watched: list[Any])
         del results
 
 
-def one_call(f: Any, inputs: Any, context: Any) -> dict[str, Any]:
+def one_call(f: Any, inputs: Any, context: Any, between: Any) -> dict[str, Any]:
     with context():
         outputs = f(*inputs)
+    between(outputs)
     results = {f"output {i}": value for i, value in enumerate(outputs)}
     generator = torch.Generator().manual_seed(0)
     loss: Any = 0

@@ -29,6 +29,8 @@ REFILLS = (
     "old.detach().zero_().add_(new)",
 )
 """How the inputs of a call are written for the next."""
+BETWEEN = ("out += 1", "out.data.mul_(0.5)", "out.detach().add_(1)", "out.mul_(2)", "out.view_as(out).neg_()")
+"""How a caller writes an output before backward."""
 
 
 def draw_program(
@@ -75,6 +77,7 @@ def draw_program(
         outputs=outputs,
         calls=tuple(calls),
         refill=draw.mostly(*REFILLS),
+        between="pass" if plain else draw.mostly("pass", *BETWEEN, share=0.9),
         precision=draw.precision,
         dynamic=False if plain else draw.mostly(None, True, False, share=0.9),
     )

@@ -53,6 +53,7 @@ class Program:
         kind: what it was drawn as.
         prelude: what stands in front of ``f``: helpers, and state that it keeps.
         compiled: names of the functions that are compiled; the others stay eager.
+        between: what the caller does to each output, ``out``, before it calls backward.
         dynamic: as for ``torch.compile``.
         options: further options of glue.
         precision: of the least precise arithmetic in it.
@@ -69,6 +70,7 @@ class Program:
     calls: tuple[Call, ...]
     compiled: tuple[str, ...] = ("f",)
     refill: str = "old.detach().copy_(new)"
+    between: str = "pass"
     dynamic: bool | None = None
     options: tuple[tuple[str, object], ...] = ()
     precision: str = "float64"
@@ -82,9 +84,12 @@ class Program:
         make = Statement("def make(seed):", (*self.make, Statement(f"return ({names})")))
         loop = Statement("for old, new in zip(inputs, make(seed)):", (Statement(self.refill),))
         refill = Statement("def refill(inputs, seed):", (loop,))
+        has_gradient = "if isinstance(out, torch.Tensor) and out.requires_grad:"
+        each = Statement("for out in outputs:", (Statement(has_gradient, (Statement(self.between),)),))
+        between = Statement("def between(outputs):", (each,))
         calls = ", ".join(f"({c.how!r}, {c.seed}, lambda: {c.context})" for c in self.calls)
         lines = [*IMPORTS, ""]
-        for part in (*self.prelude, make, refill, given):
+        for part in (*self.prelude, make, refill, between, given):
             lines += [*part.lines(), ""]
         lines += [
             f"CALLS = [{calls}]",

@@ -37,6 +37,8 @@ def _smaller(program: Program) -> Iterator[Program]:
             left = program.calls[:gone] + program.calls[gone + 1 :]
             if left and left[0].how == "fresh":
                 yield dataclasses.replace(program, calls=left)
+    if program.between != "pass":
+        yield dataclasses.replace(program, between="pass")
     if program.dynamic is not None:
         yield dataclasses.replace(program, dynamic=None)
     plain = tuple(Call(call.how, call.seed) for call in program.calls)

@@ -25,6 +25,8 @@ def _value(draw: Draw) -> Value | None:
 
 def write(draw: Draw, value: Value) -> None:
     if value.is_leaf:
+        if draw.chance(0.5):  # as an optimiser or an average of weights does
+            draw.emit(f"{value.name}.{draw.pick('data', 'detach()')}.{draw.pick('mul_(0.5)', 'clamp_(max=0.5)')}")
         return
     text = _write_of(draw, value.name, value.dtype, value.dims)
     with draw.maybe_inside(0.2 if value.dtype == "float" else 0.05, "with torch.no_grad():"):

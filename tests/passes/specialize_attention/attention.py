@@ -61,8 +61,7 @@ def assert_close(fn: Any, run: Run, tensors: list[Tensor], *args: Any) -> None:
 
 
 def run_as(fn: Any, tensors: list[Tensor], args: Any) -> tuple[list[Tensor], list[Tensor | None]]:
-    for tensor in tensors:
-        tensor.grad = None
+    tensors = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors]
     found = fn(*tensors, *(arg.clone() for arg in args))
     outputs = list(found) if isinstance(found, tuple) else [found]
     generator = torch.Generator().manual_seed(1)

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from tests.captured import count
 from tests.passes.specialize_attention.attention import (
     LENGTH,
     assert_as_eager,
@@ -146,6 +147,97 @@ def negated_in_its_region(query, key, value):
 )
 def test_what_backward_reads_is_not_written(fn, expected, eager):
     assert_as_eager(fn, expected, tensors=inputs(1, 4, 2 if fn is key_written else 4), eager=eager)
+
+
+# -- what is written through an alias that no gradient flows through
+
+
+def key_data_written(query, key, value):
+    key.data.mul_(2)
+    return written_out(query, key, value)
+
+
+def value_detached_and_written(query, key, value):
+    value.detach().mul_(2).add_(1)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=causal())
+
+
+def key_written_between(query, key, value):
+    key = key * 2
+    first = written_out(query, key, value)
+    key.data.add_(1)
+    return first.detach() + written_out(query, key, value)
+
+
+def key_written_as_itself(query, key, value):
+    key = key * 1
+    key *= 2
+    key.add_(1)
+    return written_out(query, key, value)
+
+
+@pytest.mark.parametrize("eager", [True, False], ids=["the graph", "compiled"])
+@pytest.mark.parametrize(
+    ("fn", "expected"),
+    [
+        (key_data_written, {}),
+        (value_detached_and_written, "written in place"),
+        (key_written_between, WRITTEN),
+        (key_written_as_itself, CAUSAL),
+    ],
+)
+def test_gradients_go_to_what_was_read_and_not_to_what_wrote_it(fn, expected, eager):
+    assert_as_eager(fn, expected, eager=eager)
+
+
+# -- what is returned may be written before backward
+
+
+def plain(query, key, value):
+    return written_out(query, key, value)
+
+
+def view_returned(query, key, value):
+    return written_out(query, key, value).flatten(2)
+
+
+def in_its_region(query, key, value):
+    return checkpoint(written_out, query, key, value, use_reentrant=False)
+
+
+@pytest.mark.parametrize(
+    ("fn", "write", "compiler"),
+    [
+        (plain, "out += 1", "aot_eager"),
+        (plain, "out.detach().mul_(2)", "aot_eager"),
+        (plain, "out.data.zero_()", "aot_eager"),
+        (plain, "out.data.zero_()", "inductor"),
+        (view_returned, "out += 1", "aot_eager"),
+        (in_its_region, "out += 1", "aot_eager"),
+    ],
+)
+def test_a_caller_may_write_the_result_before_backward(fn, write, compiler):
+    def gradients(call):
+        tensors = inputs()
+        out = call(*tensors)
+        exec(write, {"out": out})
+        out.pow(2).sum().backward()
+        return [tensor.grad for tensor in tensors]
+
+    torch.manual_seed(0)
+    expected = gradients(fn)
+    torch.manual_seed(0)
+    run = specialized(fn, eager=False, compiler=compiler)
+    torch.testing.assert_close(gradients(run.call), expected)
+    assert counts(run) == CAUSAL
+
+
+@pytest.mark.parametrize(("fn", "copies"), [(plain, 1), (sum_negated, 0)])
+def test_only_a_result_that_is_returned_is_copied(fn, copies):
+    run = specialized(fn)
+    run.call(*inputs())
+    assert counts(run) == CAUSAL
+    assert count(run.graph, torch.ops.glue.private_copy.default) == copies
 
 
 # -- gradients end at what is made without them
