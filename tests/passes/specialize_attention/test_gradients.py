@@ -169,6 +169,13 @@ def key_written_between(query, key, value):
     return first.detach() + written_out(query, key, value)
 
 
+def key_written_in_a_view_of_no_grad(query, key, value):
+    key = key * 1
+    with torch.no_grad():
+        key.view(key.shape).mul_(2)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=causal())
+
+
 def key_written_as_itself(query, key, value):
     key = key * 1
     key *= 2
@@ -183,6 +190,7 @@ def key_written_as_itself(query, key, value):
         (key_data_written, {}),
         (value_detached_and_written, "written in place"),
         (key_written_between, WRITTEN),
+        (key_written_in_a_view_of_no_grad, "written in place"),
         (key_written_as_itself, CAUSAL),
     ],
 )
