@@ -6,24 +6,27 @@ for which the assertion is false. One that is Dynamo's alone becomes a guard, wh
 integer input and the call that is being traced keeps to it. So a call that does not keep to it gets code of its own.
 Other frames are converted again without the flags.
 
-An assertion about sizes that all depend on data, such as those of the pieces that ``cu_seqlens`` is made of, stays
-torch's: a guard would read the data in each call, and where they differ eager has no result either, but for a size of
-1 or 0. If that is the call that is being traced, the frame is converted again without the flags; a later one raises.
+An assertion about one size that depends on data, such as that of the pieces that ``cu_seqlens`` is made of, stays
+torch's: a guard would read the data in each call, and it only fails for a size of 0 or 1. If that is the call that is
+being traced, the frame is converted again without the flags; a later one raises. Two sizes of which nothing says that
+they are equal may be 1 and another at any time: such a frame is always converted again.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
 
 from glue_compiler import compat
+from glue_compiler.capture.index_puts import assumed_of, may_write_at_indices
 from glue_compiler.capture.input_functions import InputFunction, Limits, input_function
 from glue_compiler.capture.traced_writes import TracedWrites
 from glue_compiler.compat import branch_guards, size_assertions
-from glue_compiler.fx.values import value_of
+from glue_compiler.fx.values import tensors_in, value_of
 
 LIMITS = Limits(operators=128, data_dependent=True)
 
@@ -53,16 +56,31 @@ class SizeAssumptions(compat.TracingObserver):
             for assertion in [each for token, each in made if not any(token is known for known in self._seen)]:
                 if size_assertions.eager_raises(frame, self._nodes, assertion):
                     continue
-                check = _check(frame, assertion, self.writes)
-                if size_assertions.compares_with_a_known_size(assertion):
-                    is_kept = check is not None and check.holds_now() and check.guard()
-                else:
-                    is_kept = check is None or check.holds_now()
-                if not is_kept:
-                    self.unguarded = f"eager does not ask for {assertion} at '{self._nodes[-1].name}'"
+                self._assumed(frame, assertion)
             self._seen = [token for token, _ in made]
+        for node in self._nodes:
+            for assumption in _assumed_by_writes(node, self.writes):
+                self._assumed(frame, assumption)
         self._nodes.clear()
         return False
+
+    def _assumed(self, frame: Any, assertion: Any) -> None:
+        """Have it guarded where that can be, or the frame converted again."""
+        check = _check(frame, assertion, self.writes)
+        if size_assertions.compares_with_a_known_size(assertion):
+            is_kept = check is not None and check.holds_now() and check.guard()
+        else:
+            is_kept = len(assertion.free_symbols) == 1 and (check is None or check.holds_now())
+        if not is_kept:
+            self.unguarded = f"eager does not ask for {assertion} at '{self._nodes[-1].name}'"
+
+
+def _assumed_by_writes(node: fx.Node, writes: TracedWrites) -> Iterator[Any]:
+    operands = [value_of(arg) for arg in node.all_input_nodes]
+    if node.op.startswith("call_") and may_write_at_indices(operands):
+        record = writes.record_of(node)
+        if record is not None:
+            yield from assumed_of(record, tensors_in(operands))
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from torch import fx
 from glue_compiler import compat
 from glue_compiler.fx.bodies import is_higher_order
 from glue_compiler.fx.effects import EffectAnalysis, Effects, Kind, is_known_function
+from glue_compiler.fx.records import CallRecord
 from glue_compiler.fx.values import StorageKey, tensors_in, value_of
 
 
@@ -38,8 +39,15 @@ class TracedWrites(compat.TracingObserver):
 
     def effects_of(self, node: fx.Node) -> Effects:
         """What one call does, as if no mode was switched around it."""
+        return self._analysis_for(node).of(None, node)
+
+    def record_of(self, node: fx.Node) -> CallRecord | None:
+        """The operators that one call dispatches, likewise."""
+        return self._analysis_for(node).record_of(None, node)
+
+    def _analysis_for(self, node: fx.Node) -> EffectAnalysis:
         mode = compat.fake_mode_of(tensors_in([value_of(each) for each in (node, *node.all_input_nodes)]))
-        return self._effects.setdefault(id(mode), EffectAnalysis(mode)).of(None, node)
+        return self._effects.setdefault(id(mode), EffectAnalysis(mode))
 
     def _look_at(self, node: fx.Node) -> None:
         tensors = tensors_in([value_of(each) for each in (node, *node.all_input_nodes)])

@@ -128,9 +128,11 @@ TRACING = Feature(
             ("self", "tx", "requires_grad"), ("as_proxy", "requires_grad")
         ),
         "torch._dynamo.variables.tensor:TensorVariable.unpack_var_sequence": Uses(("self", "tx")),
+        "torch._subclasses.fake_tensor:FakeTensor.__annotations__": Uses(texts=("nonzero_memo",)),
     },
 )
-"""Also for what ``dynamo_frames.py``, ``harmless_values.py``, ``known_index.py`` and ``numpy_capture.py`` use."""
+"""Also for what ``dynamo_frames.py``, ``harmless_values.py``, ``known_index.py``, ``numpy_capture.py`` and
+``size_assertions.py`` use."""
 
 
 class _Observers(threading.local):

@@ -43,6 +43,15 @@ def compares_with_a_known_size(assertion: Any) -> bool:
     return any(not unbacked_symbols(side) for side in sides)
 
 
+def known_count(mask: torch.Tensor) -> Any | None:
+    """How many elements of a fake mask are set, where an operator has given that number a symbol since it was written.
+
+    A fake tensor keeps it, so that masks are of one size wherever they index.
+    """
+    memo = getattr(mask, "nonzero_memo", None)
+    return None if memo is None else as_written(memo) if isinstance(memo, torch.SymInt) else memo
+
+
 def as_written(number: Any) -> Any:
     """The expression of a symbolic number, before anything that was assumed later is put into it."""
     return number.node._expr

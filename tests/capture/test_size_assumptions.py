@@ -62,6 +62,7 @@ PROGRAMS = [
     fills_and_asks,
     multiplies_rows,
     chooses,
+    adds_two,
     expands,
     squeezes,
     of_floats,
@@ -122,18 +123,65 @@ def test_calls_that_keep_to_the_assumption_are_one_graph(program, numbers, keeps
     assert [event.retried for event in run.session.capture_events] == ([] if keeps else [True])
 
 
-@pytest.mark.parametrize("first", [[3, 3], [3, 1]], ids=str)
-def test_two_sizes_that_depend_on_data_are_equal_or_an_error(first, monkeypatch):
-    """Never other numbers than eager's, and no read of the data in each call; the first call runs as in eager."""
-    from glue_compiler.compat import branch_guards
+def adds_rows(n, x):
+    return x[n == 3] + x[n != 3]
 
-    monkeypatch.setattr(branch_guards, "install_guard", lambda *_: pytest.fail("a guard"))
-    run = compile_with_glue(adds_two, fullgraph=False)
-    x = torch.arange(1.0, 4.0, dtype=torch.float64)
-    assert torch.equal(run.call(torch.tensor(first), x), adds_two(torch.tensor(first), x))
-    got = outcome(run.call, torch.tensor([3, 1]), x)
-    assert got is RuntimeError if first == [3, 3] else torch.equal(got, adds_two(torch.tensor([3, 1]), x))
-    assert (len(run.graphs) == 1) == (first == [3, 3])
+
+def writes_rows_to_others(n, x):
+    out = torch.zeros_like(x)
+    out[n != 3] = x.gather(0, torch.nonzero(n == 3)[:, 0])
+    return out
+
+
+def writes_rows_at_a_place(n, x):
+    place = torch.nonzero(n != 3)[:, 0]
+    return torch.zeros_like(x).view(1, -1).index_put((torch.zeros_like(place), place), x[n == 3], accumulate=True)
+
+
+def adds_rows_of_one_mask(n, x):
+    mask = n == 3
+    return x[mask] + x.sin()[mask]
+
+
+def writes_rows_of_one_mask(n, x):
+    mask = n == 3
+    out = torch.zeros_like(x)
+    out[mask] = x[mask] * 2
+    return out
+
+
+def writes_rows_of_one_nonzero(n, x):
+    (place,) = torch.where(n == 3)
+    out = torch.zeros_like(x).repeat(2, 1)
+    out[0, place] = x[place] * 2
+    return out
+
+
+def results(call, numbers):
+    x = torch.arange(1.0, 1.0 + len(numbers), dtype=torch.float64, requires_grad=True)
+    out = call(torch.tensor(numbers), x)
+    out.square().sum().backward()
+    return out.detach(), x.grad
+
+
+@pytest.mark.parametrize(
+    ("program", "is_one_graph"),
+    [
+        (adds_rows, False),
+        (writes_rows_to_others, False),
+        (writes_rows_at_a_place, False),
+        (adds_rows_of_one_mask, True),
+        (writes_rows_of_one_mask, True),
+        (writes_rows_of_one_nonzero, True),
+    ],
+    ids=lambda each: getattr(each, "__name__", str(each)),
+)
+def test_two_sizes_that_depend_on_data_may_be_another_and_1(program, is_one_graph):
+    """Also what autograd makes of them: the gradient of one row that is written to several is a sum."""
+    run = compile_with_glue(program, fullgraph=False, dynamic=True)
+    for numbers in ([3, 1, 3, 1], [3, 1, 1, 1], [1, 3]):
+        torch.testing.assert_close(results(run.call, numbers), results(program, numbers))
+    assert ([event.retried for event in run.session.capture_events] == []) == is_one_graph
 
 
 def splits(n, x):

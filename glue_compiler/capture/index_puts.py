@@ -1,0 +1,80 @@
+"""What is written at indices, of sizes that depend on data: which of them are taken to be the sizes of that place.
+
+Eager takes a size of 1 for any. Autograd then sums the gradient, where it sees that the size is 1: of a size that is
+known when the code runs it does not, and no assertion of Dynamo's says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import sympy
+import torch
+
+from glue_compiler import compat
+from glue_compiler.compat.size_assertions import known_count
+from glue_compiler.fx.records import CallRecord, Given, Made, Meta, meta_of
+from glue_compiler.fx.values import tensors_in, unbacked_in
+
+aten = torch.ops.aten
+_WRITES = {aten.index_put, aten.index_put_, aten._unsafe_index_put, aten._index_put_impl_}
+
+
+def may_write_at_indices(operands: Sequence[Any]) -> bool:
+    """Worth a look: is something of a size that depends on data there, and something to index with?"""
+    tensors = tensors_in(operands)
+    return bool(unbacked_in(tensors)) and any(t.dim() and not t.is_floating_point() for t in tensors)
+
+
+def assumed_of(record: CallRecord, given: Sequence[torch.Tensor]) -> Iterator[Any]:
+    """Equations that the call takes for granted. ``given``: the tensors that it is given, in order."""
+    for operator in record.operators:
+        if operator.overload.overloadpacket not in _WRITES:
+            continue
+        value, into = (_meta(operator.arguments[name], record, given) for name in ("values", "self"))
+        if not isinstance(value, Meta) or not isinstance(into, Meta):
+            continue
+        place = _place(into, operator.arguments["indices"], record, given)
+        for size, there in zip(reversed(value.shape), reversed(place), strict=False):
+            if size != there and compat.unbacked_symbols(size):
+                yield sympy.Eq(size, there)
+
+
+def _meta(reference: Any, record: CallRecord, given: Sequence[torch.Tensor]) -> Any:
+    if isinstance(reference, Given):
+        return meta_of(given[reference.position])
+    return record.operators[reference.step].results[reference.result] if isinstance(reference, Made) else None
+
+
+def _place(into: Meta, indices: Sequence[Any], record: CallRecord, given: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    """The shape of what is written (NumPy's rules of advanced indexing)."""
+    left, indexed, taken, at = list(into.shape), [], [], []
+    kept: list[Any] = []
+    for index in indices:
+        meta = _meta(index, record, given)
+        if meta is None and index is None:
+            kept.append(left.pop(0))
+            continue
+        at.append(len(kept))
+        if not isinstance(meta, Meta):
+            indexed.append((sympy.Symbol("unknown"),))
+            left.pop(0)
+        elif meta.dtype in (torch.bool, torch.uint8):
+            indexed.append((_count(index, given),))
+            del left[: meta.rank]
+        else:
+            indexed.append(meta.shape)
+            left.pop(0)
+    rank = max(map(len, indexed), default=0)
+    padded = [(1,) * (rank - len(shape)) + tuple(shape) for shape in indexed]
+    taken = [next((size for size in sizes if size != 1), 1) for sizes in zip(*padded, strict=True)]
+    # Indices that others stand between move to the front.
+    first = at[0] if at and at[-1] == at[0] else 0
+    return (*kept[:first], *taken, *kept[first:], *left)
+
+
+def _count(index: Any, given: Sequence[torch.Tensor]) -> Any:
+    """How many elements of a mask are set, if that is known by the name of a symbol."""
+    found = known_count(given[index.position]) if isinstance(index, Given) else None
+    return found if found is not None else sympy.Symbol("unknown")
