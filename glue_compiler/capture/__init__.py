@@ -7,7 +7,8 @@ and whose Python code must be known to be harmless (``harmless.py``). ``size_ass
 for granted and eager does not, ``checkpoint_writes.py`` writes that eager repeats and a graph does not;
 ``traced_writes.py`` notes which memory was written; ``gradient_leaves.py`` lets ``requires_grad_()`` through;
 ``inference_mode.py`` ends the graph at what torch cannot compile. ``input_functions.py``, ``index_puts.py``,
-``bytecode.py``, ``list_growth.py`` and ``row_conditions.py`` read for them. Each says what it lets through, and why that is safe.
+``bytecode.py``, ``list_growth.py`` and ``row_conditions.py`` read for them. Each says what it lets through, and why
+that is safe.
 """
 
 from glue_compiler.capture.frames import FLAGS, CaptureEvent, install

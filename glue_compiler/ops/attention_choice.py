@@ -128,7 +128,7 @@ def _flex_reason(call: AttentionCall) -> str | None:
         return "flex_attention needs a GPU of compute capability 8.0"
     if call.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"flex_attention has no kernel for {call.dtype} on CUDA"
-    if call.rows is None or call.length is None:
+    if not call.hides_keys and (call.rows is None or call.length is None):
         return (
             "flex_attention is taken for static sizes of the batch alone; dynamic=False gives each size its own graph"
         )

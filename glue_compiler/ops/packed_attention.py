@@ -115,11 +115,26 @@ def document_blocks(
     """
     first, last = visible_range(cu_seqlens, batch, length, is_causal, window)
     if seen is not None:
-        return materialized([first, last, *block_lists_of_seen(first, last, seen), seen])
+        listed = block_lists_of_seen if isinstance(length, int) else opaque_block_lists_of_seen
+        return materialized([first, last, *listed(first, last, seen), seen])
     queries = block_lists(first, last)
     # Read by columns the mask is a range as well, of the queries that see a key.
     keys = block_lists(*visible_range(cu_seqlens, batch, length, is_causal, window, of_keys=True))
     return materialized([first, last, *queries, *keys])
+
+
+@torch.library.custom_op("glue::block_lists_of_seen", mutates_args=())
+def opaque_block_lists_of_seen(first: Tensor, last: Tensor, seen: Tensor) -> list[Tensor]:
+    """:func:`block_lists_of_seen`, for lengths that are symbols: Inductor of torch 2.11 fails on the square of their
+    number of blocks (``CantSplit``)."""
+    return [each.contiguous() for each in block_lists_of_seen(first, last, seen)]
+
+
+@opaque_block_lists_of_seen.register_fake
+def _(first: Tensor, last: Tensor, seen: Tensor) -> list[Tensor]:
+    batch, blocks = first.shape[0], (first.shape[1] + BLOCK - 1) // BLOCK
+    counts, indices = first.new_empty(batch, 1, blocks), first.new_empty(batch, 1, blocks, blocks)
+    return [torch.empty_like(each) for _ in range(4) for each in (counts, indices)]
 
 
 @torch.library.custom_op("glue::materialized", mutates_args=())

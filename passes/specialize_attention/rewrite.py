@@ -81,7 +81,7 @@ class _Writer:
                     scale=site.scale,
                     enable_gqa=site.is_grouped,
                 )
-            result = self._not_saved(site, self._laid_out_as(expected, result))
+            result = self._not_saved(replacement, self._laid_out_as(expected, result))
         found = value_of(result)
         if (found.dtype, found.device, _sizes(found)) != (expected.dtype, expected.device, _sizes(expected)):
             raise GlueInvariantError(f"attention without a mask gives another tensor than '{site.output.name}'")
@@ -101,11 +101,15 @@ class _Writer:
             found.append(self.make.call(node.graph, torch.Tensor.to, node, dtype) if is_cast else node)
         return found
 
-    def _not_saved(self, site: AttentionSite, result: fx.Node) -> fx.Node:
-        """Attention saves its result for backward, which one that was written out does not: a caller may write it."""
+    def _not_saved(self, replacement: Replacement, result: fx.Node) -> fx.Node:
+        """Attention saves its result for backward, which one that was written out does not: a caller may write it.
+
+        Of sdpa's own result autograd sees that it was written; of one that a view of it was saved it does not.
+        """
+        site = replacement.site
         expected = value_of(site.output)
         is_returned = storages_of(expected) & self.reader.operators.numbering.returned
-        if site.inside and is_returned and requires_grad(expected):
+        if (site.inside or replacement.form == "packed") and is_returned and requires_grad(expected):
             return self.make.call(result.graph, _glue.private_copy.default, result)
         return result
 

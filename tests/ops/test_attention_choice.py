@@ -66,6 +66,7 @@ def test_several_rows_go_to_flex_and_unknown_sizes_to_flash():
 def test_only_flex_leaves_single_keys_out():
     padded, on_cpu = (dataclasses.replace(call, hides_keys=True) for call in (HOPPER, CPU))
     assert choose(padded, "inductor") == choose(on_cpu, "aot_eager") == "flex"
+    assert choose(dataclasses.replace(padded, rows=None, length=None), "inductor") == "flex"
     assert choose(padded, "aot_eager") is None
     assert "only compiler='inductor'" in unsupported(padded, "aot_eager")
     assert choose(on_cpu, "inductor") is None

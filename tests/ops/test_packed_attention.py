@@ -19,7 +19,7 @@ from glue_compiler.ops import (
     packed_attention,
     varlen_attention,
 )
-from glue_compiler.ops.document_blocks import BLOCK
+from glue_compiler.ops.document_blocks import BLOCK, block_lists_of_seen, visible_range
 
 MASKS = list(itertools.product([True, False], [-1, 1, 40, 200]))
 
@@ -113,6 +113,15 @@ def test_hidden_keys_are_seen_by_no_query(hidden, is_causal, window):
     )
     for got, want in zip(found, expected, strict=True):
         torch.testing.assert_close(got, want)
+
+
+def test_block_lists_of_lengths_that_are_symbols_are_the_same():
+    first, last = visible_range(document_offsets(documents()), 2, 300, True, -1)
+    visible = torch.rand(2, 300) < 0.9
+    opaque = torch.ops.glue.block_lists_of_seen.default
+    for got, want in zip(opaque(first, last, visible), block_lists_of_seen(first, last, visible), strict=True):
+        assert torch.equal(got, want)
+    torch.library.opcheck(opaque, (first, last, visible))
 
 
 @pytest.mark.parametrize("autocast", [False, True])

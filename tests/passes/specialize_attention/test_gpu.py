@@ -114,3 +114,28 @@ def test_padding(is_causal, window):
     for got, want in zip(actual, exact, strict=True):
         assert (got.double() - want).norm() / want.norm() < 1e-2
         assert (got[3] == 0).all()
+
+
+def test_padding_of_rows_whose_length_varies():
+    """Two compiles, static and dynamic, both without the mask."""
+
+    def padded(x, valid):
+        rows, length, _ = x.shape
+        query, key, value = (part.transpose(1, 2) for part in x.view(rows, length, 8, 64).split([4, 2, 2], 2))
+        token = torch.arange(length, device="cuda")
+        mask = (token[:, None] >= token) & valid[:, None, None]
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+
+    def with_gradient(fn, x, valid):
+        out = fn(x, valid)
+        torch.manual_seed(1)
+        return [out, *torch.autograd.grad(out, x, torch.randn(out.shape, device="cuda").to(out.dtype))]
+
+    run = specialized(padded, eager=False, compiler="inductor")
+    for rows, length in ((4, 700), (3, 517), (4, 1024), (5, 129)):
+        x = torch.randn(rows, length, 512, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+        valid = torch.arange(length, device="cuda") >= torch.randint(length, (rows, 1), device="cuda")
+        exact = with_gradient(padded, x.detach().double().requires_grad_(), valid)
+        for got, want in zip(with_gradient(run.call, x, valid), exact, strict=True):
+            assert (got.double() - want).norm() / want.norm() < 1e-2
+    assert [dict(report.passes[0].counts).get("packed") for report in run.session.graphs] == [1, 1]

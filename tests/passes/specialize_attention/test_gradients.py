@@ -213,6 +213,16 @@ def in_its_region(query, key, value):
     return checkpoint(written_out, query, key, value, use_reentrant=False)
 
 
+def windowed(query, key, value):
+    token = torch.arange(LENGTH)
+    mask = causal() & (token[:, None] - token < 5)
+    return (query @ key.mT).masked_fill(~mask, -1e30).softmax(-1) @ value
+
+
+def windowed_view(query, key, value):
+    return windowed(query, key, value).transpose(1, 2)
+
+
 @pytest.mark.parametrize(
     ("fn", "write", "compiler"),
     [
@@ -222,6 +232,8 @@ def in_its_region(query, key, value):
         (plain, "out.data.zero_()", "inductor"),
         (view_returned, "out += 1", "aot_eager"),
         (in_its_region, "out += 1", "aot_eager"),
+        (windowed, "out += 1", "aot_eager"),
+        (windowed_view, "out.data.mul_(2)", "aot_eager"),
     ],
 )
 def test_a_caller_may_write_the_result_before_backward(fn, write, compiler):
@@ -237,7 +249,7 @@ def test_a_caller_may_write_the_result_before_backward(fn, write, compiler):
     torch.manual_seed(0)
     run = specialized(fn, eager=False, compiler=compiler)
     torch.testing.assert_close(gradients(run.call), expected)
-    assert counts(run) == CAUSAL
+    assert sum(counts(run).values()) == 1
 
 
 @pytest.mark.parametrize(("fn", "copies"), [(plain, 1), (sum_negated, 0)])
