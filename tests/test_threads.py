@@ -10,6 +10,7 @@ import torch
 from glue_compiler.ops.batch_memo import BatchMemo
 from tests import versions
 from tests.passes.hoist_metadata.test_one_graph import packed_layer, positions_of
+from tests.slow import slow_but
 
 THREADS = 4
 
@@ -95,7 +96,7 @@ def rewritten(folder):
 
 
 @versions.FAKE_TENSORS_IN_THREADS.mark
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", slow_but((0,), range(2)))
 def test_four_models_that_are_compiled_for_the_first_time_at_once(tmp_path, seed):
     torch.manual_seed(seed)
     x = torch.randn(12, 4, dtype=torch.float64)

@@ -13,6 +13,7 @@ pytest.importorskip("transformers", minversion="5.0")
 
 from benchmarks.expert_routing import main
 from benchmarks.expert_routing_layers import LAYERS, build_layer, random_tokens, small
+from tests.slow import slow_but
 
 
 def run(tmp_path, monkeypatch, *arguments):
@@ -22,7 +23,7 @@ def run(tmp_path, monkeypatch, *arguments):
     return {(cell["model"], cell["mode"], cell["row"]): cell for cell in json.loads(file.read_text())}
 
 
-@pytest.mark.parametrize("model", LAYERS)
+@pytest.mark.parametrize("model", slow_but(("qwen3",), LAYERS))
 def test_a_step_of_glue_is_one_graph_that_never_waits(tmp_path, monkeypatch, model):
     cells = run(tmp_path, monkeypatch, "--models", model, "--rows", "eager,glue", "--modes", "training")
     glue, eager = cells[model, "training", "glue"], cells[model, "training", "eager"]

@@ -26,7 +26,8 @@ def in_a_fresh_process(path):
     return json.loads(result.stdout)
 
 
-@pytest.mark.parametrize("layers", [2, pytest.param(28, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layers", [2, 28])
 def test_capture_save_load_and_the_same_counts(layers, tmp_path):
     model = packed_qwen3(layers=layers, checkpointing=False, lora=False, hidden=64)
     (batch,) = packed_batches(1, tokens=64, documents=[bytes(range(40, 60)), bytes(range(40, 57))])

@@ -31,7 +31,8 @@ def operator_counts(call):
     return counts.get("aten::nonzero", 0), counts.get("aten::_local_scalar_dense", 0)
 
 
-@pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", [False, True])
 def test_metadata_once_in_the_graph_and_the_same_bits(checkpointing):
     model = packed_qwen3(layers=LAYERS, checkpointing=checkpointing, hidden=64)
     steps = {}

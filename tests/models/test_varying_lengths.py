@@ -42,15 +42,9 @@ def test_packed(kind, attentions, experts):
     assert all(counts["merged"] >= 2 for counts in training.rewrites)
 
 
-@pytest.mark.parametrize("kind", ["qwen3", pytest.param("gemma3_text", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "batches",
-    [
-        pytest.param(PADDED, id="right"),
-        pytest.param(LEFT, id="left", marks=pytest.mark.slow),
-        pytest.param(BOTH, id="packed", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3_text"])
+@pytest.mark.parametrize("batches", [PADDED, LEFT, BOTH], ids=["right", "left", "packed"])
 def test_padded(batches, kind):
     training = Training(tiny(kind))
     training.train(batches)

@@ -7,6 +7,7 @@ from torch import nn
 
 from tests.captured import compile_with_glue, count, result_and_gradients
 from tests.passes.group_experts.loops import EXPERTS, WIDTH, assert_close_to_eager, inputs_for, routings
+from tests.slow import slow_but
 
 NONZERO = (torch.where, torch.nonzero, "nonzero")
 
@@ -125,7 +126,7 @@ def asks_for_a_number(x, selected, weights, gate_up, down):
     return out
 
 
-@pytest.mark.parametrize("routing", routings())
+@pytest.mark.parametrize("routing", slow_but(("spread", "one expert empty"), routings()))
 @pytest.mark.parametrize(
     ("loop", "loops"),
     [(skips_the_empty, 1), (does_the_others, 1), (hits_and_skips, 2), (one_class_more, 1)]

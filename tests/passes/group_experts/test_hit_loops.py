@@ -15,6 +15,7 @@ from tests.passes.group_experts.loops import (
     inputs_for,
     routings,
 )
+from tests.slow import slow_but
 
 
 def hits_of(mask):
@@ -54,7 +55,7 @@ def loop_g(x, selected, weights, gate_up, down):
 
 
 @pytest.mark.parametrize("loop", [loop_h5, loop_g], ids=["H5", "G"])
-@pytest.mark.parametrize("routing", routings())
+@pytest.mark.parametrize("routing", slow_but(("spread", "one expert empty"), routings()))
 def test_every_routing(loop, routing):
     selected = routings()[routing]
     run = compiled(loop)

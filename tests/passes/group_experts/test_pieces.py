@@ -22,6 +22,7 @@ from tests.passes.group_experts.piece_loops import (
     scattered_counts,
     written_slice_by_slice,
 )
+from tests.slow import slow_but
 
 
 def needs_capture_of(loop):
@@ -50,7 +51,9 @@ def test_every_spelling(spelling):
     assert count(run.graphs[0], glue.expert_sort.default) == 0  # the model has sorted already
 
 
-@pytest.mark.parametrize("loop", [loop_split, loop_slice, loop_list], ids=lambda loop: loop.__name__)
+@pytest.mark.parametrize(
+    "loop", slow_but((loop_slice,), [loop_split, loop_slice, loop_list]), ids=lambda loop: loop.__name__
+)
 @pytest.mark.parametrize(("tokens", "experts"), [(1, 6), (5, 2)])
 def test_few_tokens_and_all_experts(loop, tokens, experts):
     needs_capture_of(loop)
@@ -65,7 +68,9 @@ def test_one_expert():
     assert_grouped(run, 1)
 
 
-@pytest.mark.parametrize("loop", [loop_split, loop_slice, loop_list], ids=lambda loop: loop.__name__)
+@pytest.mark.parametrize(
+    "loop", slow_but((loop_slice,), [loop_split, loop_slice, loop_list]), ids=lambda loop: loop.__name__
+)
 def test_dynamic_token_counts(loop):
     needs_capture_of(loop)
     run = compiled(loop)

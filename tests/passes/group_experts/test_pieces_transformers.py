@@ -9,6 +9,7 @@ from tests.passes.group_experts.piece_loops import assert_grouped
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
 
+@pytest.mark.slow
 def test_jetmoe_is_one_graph_without_a_number_read():
     config = transformers.JetMoeConfig(
         vocab_size=64,

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from tests import versions
 from tests.captured import compile_with_glue, count, result_and_gradients
 from tests.passes.group_experts.loops import EXPERTS, NONZERO, WIDTH, routings
+from tests.slow import slow_but
 
 SORT = torch.ops.glue.expert_sort.default
 
@@ -115,7 +116,7 @@ def assert_sliced(run, loops=1):
         assert count(graph, SORT) == loops
 
 
-@pytest.mark.parametrize("routing", routings())
+@pytest.mark.parametrize("routing", slow_but(("spread", "one expert empty"), routings()))
 def test_experts_of_different_shapes(routing):
     model = Layer()
     run = compile_with_glue(model, passes={"group_experts": True})

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from glue_compiler.backend import GlueBackend
 from glue_compiler.report.session import Session
 from tests.passes.hoist_metadata.test_one_graph import packed_layer, positions_of
+from tests.slow import slow_but
 
 LAYERS = 4
 
@@ -107,8 +108,9 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize(("kinds", "outside", "without"), KINDS.values(), ids=KINDS)
-def test_a_training_step_computes_the_metadata_once(kinds, outside, without):
+@pytest.mark.parametrize("name", slow_but(("checkpoint inside layers", "two kinds of layers"), KINDS))
+def test_a_training_step_computes_the_metadata_once(name):
+    kinds, outside, without = KINDS[name]
     stack = Compiled(*kinds, outside=outside)
     stack.check(positions_of(5, 1, 6))
     stack.check(positions_of(3, 9), seed=1)

@@ -5,6 +5,7 @@ import torch
 
 from tests import versions
 from tests.passes.specialize_attention.attention import LENGTH, POSITIONS, counts, specialized, square_tensors
+from tests.slow import slow_but
 
 transformers = pytest.importorskip("transformers")
 pytestmark = versions.MASKS_UNDER_VMAP.mark
@@ -66,7 +67,7 @@ def batch_of(rows=1, packed=True):
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "gemma3_text"])
+@pytest.mark.parametrize("kind", slow_but(("gemma3_text",), ["llama", "qwen3", "mistral", "gemma3_text"]))
 def test_packed_documents(kind, attention):
     model = tiny(kind, attention)
     run = specialized(model, eager=False)
@@ -88,8 +89,8 @@ def test_packed_documents(kind, attention):
 @pytest.mark.parametrize(
     ("kind", "forms"),
     [
-        ("llama", {"causal": 1}),
-        ("mistral", {"packed": 1}),
+        pytest.param("llama", {"causal": 1}, marks=pytest.mark.slow),
+        pytest.param("mistral", {"packed": 1}, marks=pytest.mark.slow),
         ("gemma3_text", {"packed": 1, "causal": 1}),
     ],
 )
@@ -121,7 +122,7 @@ def test_an_encoder_with_a_window_on_both_sides():
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("kind", ["llama", "mistral", "modernbert"])
+@pytest.mark.parametrize("kind", slow_but(("mistral",), ["llama", "mistral", "modernbert"]))
 def test_padding(kind, side):
     """Logits at padded places too."""
     model = tiny(kind, "sdpa").eval()
