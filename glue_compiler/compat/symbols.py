@@ -39,10 +39,19 @@ def rename_unbacked(shape_env: Any, old: Any, new: Any) -> None:
     shape_env._rename_unbacked_to(old, new)
 
 
+def _identity(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
 @contextlib.contextmanager
 def speculation(fake_mode: Any, shape_env: Any) -> Iterator[None]:
-    """Run operators on fake tensors without leaving guards or unbacked symbols behind."""
+    """Run operators on fake tensors without leaving guards or unbacked symbols behind.
+
+    Nor do hooks on saved tensors see them: a checkpoint around a first call counts what its forward saves.
+    """
     with contextlib.ExitStack() as stack:
+        with contextlib.suppress(RuntimeError):  # hooks are forbidden here, so there are none
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_identity, _identity))
         stack.enter_context(enable_python_dispatcher())  # composites in C++ take no symbolic sizes
         if fake_mode is not None:
             stack.enter_context(fake_mode)

@@ -62,16 +62,18 @@ def draw_program(
         calls.append(Call("refill", 3, context))
     if draw.chance(0.08):
         calls.append(Call("again", 0, draw.pick("torch.no_grad()", "torch.no_grad()", "torch.inference_mode()")))
-    body, outputs = draw.statements(), tuple(draw.outputs)
+    body, outputs, compiled = draw.statements(), tuple(draw.outputs), drawn.compiled
     if draw.chance(0.1):
         body, outputs = _checkpointed(draw, drawn.inputs, body, outputs), ("*results",)
+        if compiled == ("f",) and draw.chance(0.4) and not plain:
+            compiled = ("region",)  # as layers are that are compiled one by one
     prelude = (Statement(f"FLOAT = {float_type}"), *draw.prelude.values())
     return Program(
         kind=kind,
         prelude=prelude,
         make=drawn.make,
         inputs=drawn.inputs,
-        compiled=drawn.compiled,
+        compiled=compiled,
         zero_for_none=drawn.zero_for_none,
         body=body,
         outputs=outputs,

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from glue_compiler.backend import GlueBackend
 from glue_compiler.report.session import Session
@@ -26,6 +27,19 @@ def test_no_tokens():
     selected = torch.zeros(0, 2, dtype=torch.int64)
     run = compiled(loop_r)
     assert_close_to_eager(loop_r, run.call, selected, inputs_for(selected))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_checkpoint_around_the_first_call(use_reentrant):
+    """It counts what is saved in its forward, which is when the loop is compiled."""
+    selected = routings()["spread"]
+    run = compiled(loop_r)
+
+    def checkpointed(*inputs):
+        return checkpoint(run.call, *inputs, use_reentrant=use_reentrant)
+
+    assert_close_to_eager(loop_r, checkpointed, selected, inputs_for(selected))
+    assert_grouped(run)
 
 
 @pytest.mark.parametrize("view", ["columns of a wider tensor", "transposed", "every second token", "expanded"])

@@ -11,6 +11,7 @@ from tests.passes.specialize_attention.attention import (
     assert_as_eager,
     counts,
     inputs,
+    run_as,
     specialized,
 )
 
@@ -258,6 +259,17 @@ def test_only_a_result_that_is_returned_is_copied(fn, copies):
     run.call(*inputs())
     assert counts(run) == CAUSAL
     assert count(run.graph, torch.ops.glue.private_copy.default) == copies
+
+
+@pytest.mark.parametrize("fn", [plain, windowed])
+def test_a_checkpoint_around_the_first_call_counts_what_forward_saves(fn):
+    run = specialized(fn, eager=False)
+    torch.manual_seed(0)
+    tensors = inputs()
+    expected = run_as(fn, tensors, ())
+    found = run_as(lambda *given: checkpoint(run.call, *given, use_reentrant=False), tensors, ())
+    torch.testing.assert_close(found, expected)
+    assert sum(counts(run).values()) == 1
 
 
 # -- gradients end at what is made without them
