@@ -57,6 +57,7 @@ class GlueBackend:
                 [region for p in reports for region in p.proved],
                 (skip.reason for p in reports for skip in p.skips),
             )
+            capture.check_rows(gm)
         prologues = [p.prologue for p in reports if p.prologue is not None]
         observer.handed_off(gm, prologues)
         pair_passes = pipeline.pair_passes(gm)

@@ -59,3 +59,10 @@ class GlueGradientLeafError(GlueError):
 
     Never reaches a user.
     """
+
+
+class GlueSizeError(GlueError):
+    """A graph that takes two sizes for equal which eager would broadcast; the frame is converted again.
+
+    Never reaches a user.
+    """

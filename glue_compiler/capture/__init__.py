@@ -13,6 +13,7 @@ that is safe.
 
 from glue_compiler.capture.frames import FLAGS, CaptureEvent, install
 from glue_compiler.capture.gradient_leaves import check_leaves
+from glue_compiler.capture.index_puts import check_rows
 from glue_compiler.capture.regions import check_proved
 
-__all__ = ["FLAGS", "CaptureEvent", "check_leaves", "check_proved", "install"]
+__all__ = ["FLAGS", "CaptureEvent", "check_leaves", "check_proved", "check_rows", "install"]

@@ -23,7 +23,7 @@ from glue_compiler.capture.guarded_branches import GuardedBranches
 from glue_compiler.capture.inference_mode import InferenceMode
 from glue_compiler.capture.size_assumptions import SizeAssumptions
 from glue_compiler.capture.traced_writes import TracedWrites
-from glue_compiler.errors import GlueGradientLeafError
+from glue_compiler.errors import GlueGradientLeafError, GlueSizeError
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ def convert_frame(convert: Callable[[], Any], record: Callable[[CaptureEvent], N
     except Exception as error:
         if not _may_be_the_flags(error):
             return _raise(error, record)
-        reason = _first_line(error)
+        reason = _first_line(compat.glue_error_in(error) or error)
     log.info("a frame is converted again without data-dependent capture: %s", reason)
     record(CaptureEvent(reason, retried=True))
     return _convert(convert, record)
@@ -127,8 +127,9 @@ def _raise(error: Exception, record: Callable[[CaptureEvent], None]) -> Any:
 
 def _may_be_the_flags(error: Exception) -> bool:
     """Dynamo leaves many frames to eager anyway; because of a data-dependent value, only with the flags."""
-    if compat.glue_error_in(error) is not None or compat.is_recompile_limit(error):
-        return False
+    own = compat.glue_error_in(error)
+    if own is not None or compat.is_recompile_limit(error):
+        return isinstance(own, GlueSizeError)
     return not compat.is_soft_failure(error) or compat.is_data_dependent_failure(error)
 
 

@@ -11,24 +11,42 @@ from typing import Any
 
 import sympy
 import torch
+from torch import fx
 
 from glue_compiler import compat
 from glue_compiler.compat.size_assertions import known_count
+from glue_compiler.errors import GlueSizeError
+from glue_compiler.fx import bodies
+from glue_compiler.fx.effects import EffectAnalysis
 from glue_compiler.fx.records import CallRecord, Given, Made, Meta, meta_of
-from glue_compiler.fx.values import tensors_in, unbacked_in
+from glue_compiler.fx.values import tensors_in, unbacked_in, value_of
 
 aten = torch.ops.aten
+ASSUMES_ROWS = "glue_assumes_rows"
+"""Key in ``node.meta`` of a node that a pass may make one of known sizes; see :func:`check_rows`."""
 _WRITES = {aten.index_put, aten.index_put_, aten._unsafe_index_put, aten._index_put_impl_}
 
 
-def may_write_at_indices(operands: Sequence[Any]) -> bool:
+def may_write_at_indices(node: fx.Node) -> bool:
     """Worth a look: is something of a size that depends on data there, and something to index with?"""
-    tensors = tensors_in(operands)
+    tensors = tensors_in([value_of(arg) for arg in node.all_input_nodes])
     return bool(unbacked_in(tensors)) and any(t.dim() and not t.is_floating_point() for t in tensors)
 
 
-def assumed_of(record: CallRecord, given: Sequence[torch.Tensor]) -> Iterator[Any]:
-    """Equations that the call takes for granted. ``given``: the tensors that it is given, in order."""
+def check_rows(gm: fx.GraphModule) -> None:
+    """Raises GlueSizeError if a marked node of ``gm`` still takes for granted what no pass has proved."""
+    nodes = [(m, n) for m in bodies.graph_modules(gm) for n in m.graph.nodes if ASSUMES_ROWS in n.meta]
+    effects = EffectAnalysis.for_graph(gm)
+    for module, node in nodes:
+        for assumption in assumed_of(node, effects.record_of(module, node)):
+            raise GlueSizeError(f"eager does not ask for {assumption} at '{node.name}'")
+
+
+def assumed_of(node: fx.Node, record: CallRecord | None) -> Iterator[Any]:
+    """Equations that ``node``, of which ``record`` says what it does, takes for granted."""
+    if record is None:
+        return
+    given = tensors_in([value_of(arg) for arg in node.all_input_nodes])
     for operator in record.operators:
         if operator.overload.overloadpacket not in _WRITES:
             continue

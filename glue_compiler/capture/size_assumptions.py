@@ -6,27 +6,30 @@ for which the assertion is false. One that is Dynamo's alone becomes a guard, wh
 integer input and the call that is being traced keeps to it. So a call that does not keep to it gets code of its own.
 Other frames are converted again without the flags.
 
-An assertion about one size that depends on data, such as that of the pieces that ``cu_seqlens`` is made of, stays
-torch's: a guard would read the data in each call, and it only fails for a size of 0 or 1. If that is the call that is
-being traced, the frame is converted again without the flags; a later one raises. Two sizes of which nothing says that
-they are equal may be 1 and another at any time: such a frame is always converted again.
+An assertion about sizes that are computed from the same numbers, such as those of the pieces that ``cu_seqlens`` is
+made of, stays torch's: a guard would read the data in each call, and it only fails for sizes of 0 or 1. If that is the
+call that is being traced, the frame is converted again without the flags; a later one raises. Two sizes that are read
+from other data may be 1 and another at any time: such a frame is always converted again.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import sympy
 from torch import fx
 
 from glue_compiler import compat
-from glue_compiler.capture.index_puts import assumed_of, may_write_at_indices
+from glue_compiler.capture.index_puts import ASSUMES_ROWS, assumed_of, may_write_at_indices
 from glue_compiler.capture.input_functions import InputFunction, Limits, input_function
 from glue_compiler.capture.traced_writes import TracedWrites
 from glue_compiler.compat import branch_guards, size_assertions
-from glue_compiler.fx.values import tensors_in, value_of
+from glue_compiler.fx.bodies import is_higher_order
+from glue_compiler.fx.effects import Kind
+from glue_compiler.fx.values import storages_of, tensors_in, unbacked_in, value_of
 
 LIMITS = Limits(operators=128, data_dependent=True)
 
@@ -51,36 +54,36 @@ class SizeAssumptions(compat.TracingObserver):
     def is_watching(self, frame: Any, at: int) -> bool:
         if frame.output is not self._output:  # Dynamo starts again after a failed speculation
             self._output, self._seen, self.unguarded = frame.output, [], None
-        elif size_assertions.assertion_count(frame) != len(self._seen):
+            self._nodes.clear()
+            return False
+        if size_assertions.assertion_count(frame) != len(self._seen):
             made = size_assertions.assertions(frame)
             for assertion in [each for token, each in made if not any(token is known for known in self._seen)]:
                 if size_assertions.eager_raises(frame, self._nodes, assertion):
                     continue
-                self._assumed(frame, assertion)
+                if not self._is_kept(frame, assertion):
+                    self.unguarded = f"eager does not ask for {assertion} at '{self._nodes[-1].name}'"
             self._seen = [token for token, _ in made]
         for node in self._nodes:
-            for assumption in _assumed_by_writes(node, self.writes):
-                self._assumed(frame, assumption)
+            if node.op.startswith("call_") and may_write_at_indices(node):
+                self._written(frame, node)
         self._nodes.clear()
         return False
 
-    def _assumed(self, frame: Any, assertion: Any) -> None:
-        """Have it guarded where that can be, or the frame converted again."""
+    def _written(self, frame: Any, node: fx.Node) -> None:
+        """Rows of unknown number that are written to a known one may be those of experts: a pass may prove them."""
+        left = [each for each in assumed_of(node, self.writes.record_of(node)) if not self._is_kept(frame, each)]
+        if all(size_assertions.compares_with_a_known_size(each) for each in left):
+            node.meta.update({ASSUMES_ROWS: True} if left else {})
+        else:
+            self.unguarded = f"eager does not ask for {left} at '{node.name}'"
+
+    def _is_kept(self, frame: Any, assertion: Any) -> bool:
+        """Is it guarded, or torch's to check?"""
         check = _check(frame, assertion, self.writes)
         if size_assertions.compares_with_a_known_size(assertion):
-            is_kept = check is not None and check.holds_now() and check.guard()
-        else:
-            is_kept = len(assertion.free_symbols) == 1 and (check is None or check.holds_now())
-        if not is_kept:
-            self.unguarded = f"eager does not ask for {assertion} at '{self._nodes[-1].name}'"
-
-
-def _assumed_by_writes(node: fx.Node, writes: TracedWrites) -> Iterator[Any]:
-    operands = [value_of(arg) for arg in node.all_input_nodes]
-    if node.op.startswith("call_") and may_write_at_indices(operands):
-        record = writes.record_of(node)
-        if record is not None:
-            yield from assumed_of(record, tensors_in(operands))
+            return check is not None and check.holds_now() and check.guard()
+        return _is_of_one(frame, assertion, self.writes) and (check is None or check.holds_now())
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,8 @@ def _check(frame: Any, assertion: Any, writes: TracedWrites) -> _Check | None:
     symbols = size_assertions.unbacked_in_expression(assertion)
     if set(symbols) != set(assertion.free_symbols):
         return None
-    found = {symbol: _definition(frame, symbol) for symbol in symbols}
+    nodes = list(frame.output.root_tracer.graph.nodes)
+    found = {symbol: _definition(nodes, symbol) for symbol in symbols}
     places = [place for place in found.values() if place is not None]
     if len(places) != len(symbols):
         return None
@@ -125,9 +129,54 @@ def _check(frame: Any, assertion: Any, writes: TracedWrites) -> _Check | None:
     return _Check(assertion, function, example, symbols, [dim for _, dim in places])
 
 
-def _definition(frame: Any, symbol: Any) -> tuple[fx.Node, int] | None:
+def _is_of_one(frame: Any, assertion: Any, writes: TracedWrites) -> bool:
+    """Are both sides of an equation computed from the same numbers, so that they differ for sizes of 0 and 1 alone?"""
+    if not isinstance(assertion, sympy.Eq):
+        return True
+    left, right = (_read_from(frame, size_assertions.unbacked_in_expression(side), writes) for side in assertion.args)
+    return left == right
+
+
+def _read_from(frame: Any, symbols: Iterable[Any], writes: TracedWrites) -> frozenset[Any]:
+    """What these sizes are read from. That of a slice may be a symbol of its own, computed from others."""
+    found: set[Any] = set()
+    for symbol in symbols:
+        place = _definition(size_assertions.nodes_so_far(frame), symbol)
+        of = [] if place is None else unbacked_in([value_of(arg) for arg in place[0].all_input_nodes])
+        if place is None:
+            found.add(symbol)
+        elif of and symbol not in of and not writes.effects_of(place[0]).syncs:
+            found |= _read_from(frame, of, writes)
+        else:
+            found.add((_computation(place[0], writes), place[1]))
+    return frozenset(found)
+
+
+def _computation(node: fx.Node, writes: TracedWrites) -> Any:
+    """Equal for nodes that compute the same integers from the same memory; ``node`` if that cannot be said of it."""
+    operands = [value_of(arg) for arg in node.all_input_nodes]
+    is_call = node.op.startswith("call_") and not is_higher_order(node)
+    # Floats may be computed in other modes of autocast.
+    if not is_call or any(tensor.is_floating_point() for tensor in tensors_in(value_of(node))):
+        return node
+    if writes.effects_of(node).kind is not Kind.PURE or writes.may_have_written(storages_of(operands)):
+        return node
+
+    def described(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return _computation(value, writes)
+        if isinstance(value, tuple | list):
+            return tuple(map(described, value))
+        if isinstance(value, dict):
+            return tuple((name, described(each)) for name, each in value.items())
+        return (type(value), repr(value))
+
+    return (node.op, node.target, described(node.args), described(node.kwargs))
+
+
+def _definition(nodes: Iterable[fx.Node], symbol: Any) -> tuple[fx.Node, int] | None:
     """The operator that first knows a size, and where in its result."""
-    for node in frame.output.root_tracer.graph.nodes:
+    for node in nodes:
         place = size_assertions.place_of(symbol, value_of(node)) if node.op.startswith("call_") else None
         if place is not None:
             return node, place

@@ -11,6 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from glue_compiler.compat.known_problems import torch_version
+
+
+def has_sdpa_backward(result: Tensor) -> bool:
+    """Does Inductor compile the backward of an sdpa with this result? Not in fp64 on a CPU in 2.11."""
+    return torch_version() > (2, 11) or result.dtype != torch.float64 or result.device.type != "cpu"
+
 
 def flash_varlen_forward(
     query: Tensor,

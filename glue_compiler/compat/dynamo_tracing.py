@@ -129,6 +129,9 @@ TRACING = Feature(
         ),
         "torch._dynamo.variables.tensor:TensorVariable.unpack_var_sequence": Uses(("self", "tx")),
         "torch._subclasses.fake_tensor:FakeTensor.__annotations__": Uses(texts=("nonzero_memo",)),
+        "torch.fx.experimental.symbolic_shapes:ShapeEnv.guard_or_defer_runtime_assert": Uses(
+            ("self", "orig_expr", "msg")
+        ),
     },
 )
 """Also for what ``dynamo_frames.py``, ``harmless_values.py``, ``known_index.py``, ``numpy_capture.py`` and

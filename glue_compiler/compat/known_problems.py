@@ -37,6 +37,13 @@ KNOWN_PROBLEMS = (
         "Loops over experts that write results slice by slice (aria of transformers 4) stay as they are.",
     ),
     KnownProblem(
+        (2, 11),
+        (2, 11),
+        "Inductor's backward of scaled_dot_product_attention in fp64 fails on a CPU: 'expected scalar type Double but "
+        "found Float'.",
+        "specialize_attention leaves attention that is written out in fp64 as it is there.",
+    ),
+    KnownProblem(
         OLDEST_TORCH,
         NEWEST_TORCH,
         "Collectives into one tensor again and again, and writes through .data, do not advance its version counter.",

@@ -32,6 +32,14 @@ def assertions(frame: Any) -> list[tuple[Any, Any]]:
     return [(each.stack, each.expr) for several in asserts.values() for each in several]
 
 
+def nodes_so_far(frame: Any) -> Iterator[fx.Node]:
+    """Of the body that is being traced, then of what is around it."""
+    tracer = frame.output.current_tracer
+    while tracer is not None:
+        yield from tracer.graph.nodes
+        tracer = tracer.parent
+
+
 def unbacked_in_expression(expression: Any) -> list[Any]:
     """The unbacked symbols in the order of their names."""
     return sorted(unbacked_symbols(expression), key=str)

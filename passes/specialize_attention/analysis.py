@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
+from glue_compiler.compat.attention import has_sdpa_backward
 from glue_compiler.fx.index_expressions import IndexReader
 from glue_compiler.fx.value_numbering import Numbering
 from glue_compiler.fx.values import expression, source_line, value_of
@@ -101,6 +102,10 @@ def _replacement(site: AttentionSite, visibility: Visibility, reader: IndexReade
             "compiled; torch._dynamo.mark_static makes it known"
         )
     if not visibility.documents and not visibility.keys and visibility.window < 0:
+        if site.inside and compiler == "inductor" and not has_sdpa_backward(value_of(site.output)):
+            raise UnknownMask(
+                f"the mask is {visibility.name}, but Inductor of this torch fails on sdpa's backward in fp64"
+            )
         return Replacement(site, visibility, "causal" if visibility.is_causal else "unmasked")
     query, key, value = (value_of(node) for node in (site.query, site.grouped_key, site.grouped_value))
     sizes = expression(query.shape[3]), expression(value.shape[3])

@@ -29,8 +29,8 @@ REFILLS = (
     "old.detach().zero_().add_(new)",
 )
 """How the inputs of a call are written for the next."""
-BETWEEN = ("out += 1", "out.data.mul_(0.5)", "out.detach().add_(1)", "out.mul_(2)", "out.view_as(out).neg_()")
-"""How a caller writes an output before backward."""
+BETWEEN = ("out += 1", "out.detach().add_(1)", "out.mul_(2)", "out.view_as(out).neg_()")
+"""How a caller writes an output before backward, in sight of autograd: sdpa reads what ``.data`` has written."""
 
 
 def draw_program(

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from glue_compiler.compat.attention import has_sdpa_backward
 from tests.captured import count
 from tests.passes.specialize_attention.attention import (
     LENGTH,
@@ -250,7 +251,7 @@ def test_a_caller_may_write_the_result_before_backward(fn, write, compiler):
     torch.manual_seed(0)
     run = specialized(fn, eager=False, compiler=compiler)
     torch.testing.assert_close(gradients(run.call), expected)
-    assert sum(counts(run).values()) == 1
+    assert sum(counts(run).values()) == (compiler != "inductor" or has_sdpa_backward(torch.empty(0).double()))
 
 
 @pytest.mark.parametrize(("fn", "copies"), [(plain, 1), (sum_negated, 0)])
