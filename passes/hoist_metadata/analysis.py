@@ -13,7 +13,6 @@ from glue_compiler.fuel import Fuel
 from glue_compiler.fx.effects import Effects, Kind
 from glue_compiler.fx.value_numbering import Number, Numbering, Occurrence, Scope
 from glue_compiler.fx.values import (
-    is_plain,
     most_bytes,
     producer_of,
     requires_grad,
@@ -189,8 +188,6 @@ class _Planner:
         value = value_of(node)
         if requires_grad(value):
             return "it needs a gradient, and one sum of gradients in place of several is not bitwise the same"
-        if not all(is_plain(tensor) for tensor in tensors_in(value)):
-            return "a tensor subclass"
         if storages_of(value) & self.numbering.written:
             return "its memory is written"
         # Two outputs must not become one object, nor share memory unless both are views of an input.

@@ -35,6 +35,7 @@ def test_a_step_of_glue_is_one_graph_that_never_waits(tmp_path, monkeypatch, mod
     assert eager["waits"]["nonzero"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [pytest.param("gpt_oss", marks=pytest.mark.slow), "mixtral_list"])
 def test_adapted_experts_stay_grouped(tmp_path, monkeypatch, model):
     modes = ["lora_input", "lora_experts"]

@@ -210,6 +210,7 @@ def compile_in_several_threads() -> float:
         return max(float(each.abs().max()) for several in pool.map(one, range(4)) for each in several)
 
 
+@pytest.mark.slow
 def test_first_compiles_in_several_threads():
     # Torch 2.11: once a thread that has compiled ends, Dynamo leaves what follows a graph break to eager, or crashes.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:

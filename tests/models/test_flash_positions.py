@@ -81,6 +81,7 @@ def step(model, call, positions):
     return [logits.detach(), *(p.grad.clone() for p in model.parameters())]
 
 
+@pytest.mark.slow
 def test_packed_and_unpacked_batches_are_one_graph_each(model):
     run = compile_with_glue(model)
     for positions in (PACKED, ROW, OTHER, ROW + 3, None):

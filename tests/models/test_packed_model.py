@@ -51,6 +51,7 @@ def test_metadata_once_in_the_graph_and_the_same_bits(checkpointing):
             torch.testing.assert_close(got, want)
 
 
+@pytest.mark.slow
 def test_assertions_on_equal_values_are_gone():
     model = packed_qwen3(layers=LAYERS, checkpointing=True, hidden=64)
     asserts = {}

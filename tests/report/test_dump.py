@@ -223,6 +223,7 @@ def _(x): return torch.empty_like(x)
     gc.collect()  # torch knows the operator by a weak reference
 
 
+@pytest.mark.slow
 def test_a_file_imports_what_registers_its_operators_or_says_what_to_import(own_operator, tmp_path, monkeypatch):
     compile_and_call(lambda x: own_operator(x) + 1, tmp_path / "dump", torch.ones(3))
     path = tmp_path / "dump" / "graph_000" / "00_unchanged.py"

@@ -25,7 +25,6 @@ from glue_compiler.testing.fuzz.process_state import ProcessState
 from glue_compiler.testing.fuzz.programs import Call, Program, Statement, paths, unwrapped, without
 from glue_compiler.testing.fuzz.shrink import shrunk
 from glue_compiler.testing.fuzz.tally import Settings
-from tests.slow import slow_but
 from tests.testing import fuzz_levels
 
 WRONG = "tests.verify.wrong_passes:RenameFunctions"
@@ -315,9 +314,8 @@ def test_two_workers_count_together():
     assert "graphs: 2 in" in found.stdout
 
 
-@pytest.mark.parametrize(
-    "level", slow_but((fuzz_levels.dies,), [fuzz_levels.dies, fuzz_levels.runs]), ids=lambda level: level.__name__
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("level", [fuzz_levels.dies, fuzz_levels.runs], ids=lambda level: level.__name__)
 def test_a_worker_that_dies_loses_nothing(level, monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(workers.LEVELS, "programs", level)
     total = workers.run_in(2, "programs", Settings(seed=7, seconds=600, keep=tmp_path))

@@ -142,5 +142,7 @@ def quiet_and_frozen() -> None:
     if torch.cuda.is_available():
         # Dynamo does in its first compile, for any backend; a checkpoint whose forward is that one refuses to run.
         torch.cuda.init()
+        # Else a write to one place twice leaves one of the two there, another each time.
+        torch.use_deterministic_algorithms(True, warn_only=True)
     gc.collect()
     gc.freeze()

@@ -133,6 +133,7 @@ def test_sentinels_are_in_no_slice(selected):
     assert_sliced(run)
 
 
+@pytest.mark.slow
 def test_two_loops_over_one_routing():
     model = Twice()
     run = compile_with_glue(model, passes={"group_experts": True})

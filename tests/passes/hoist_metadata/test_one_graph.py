@@ -379,6 +379,7 @@ def test_an_exception_that_the_metadata_deserves_still_comes():
         run.call(torch.tensor([0, 0, 0, 0]), values)
 
 
+@pytest.mark.slow
 def test_inference_mode_gives_the_same():
     run = compile_with_glue(two_layers)
     x, first, second = layer_inputs()

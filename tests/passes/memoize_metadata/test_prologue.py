@@ -42,6 +42,21 @@ def test_syncs_move_and_the_rest_takes_host_numbers():
     assert all(isinstance(r, torch.SymInt | torch.Tensor) for r in memo_report(run).prologue.results)
 
 
+def test_each_length_is_that_of_its_own_tensor():
+    """The shapes of what is handed over hold two lengths, of tensors that stay in the prologue."""
+
+    def fn(x, positions):
+        starts, odd = torch.nonzero(positions == 0), torch.nonzero(positions % 2)
+        tables = starts[:, 0, None] * 2 - odd[:, 0], odd[:, 0, None] * 3 - odd[:, 0]
+        return [x.sum() * table.to(x.dtype) for table in tables]
+
+    run, (x, _) = compile_split(fn), inputs()
+    for lengths in ((5, 1, 6), (2, 2, 2, 2, 2, 2), (12,)):
+        positions = positions_of(*lengths)
+        torch.testing.assert_close(run.call(x, positions), fn(x, positions), rtol=0, atol=0)
+    assert memo_report(run).changed
+
+
 @pytest.mark.parametrize("lengths", [(12,), (1,) * 12, (1, 11), (3, 4, 5)])
 def test_no_recompile_for_other_documents(lengths):
     run = compile_split(layer)

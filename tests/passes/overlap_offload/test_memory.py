@@ -43,6 +43,7 @@ def peaks():
         return [without.counts["predicted_peak"], report(Blocks(8), memory_budget=1).counts["predicted_peak"]]
 
 
+@pytest.mark.slow
 def test_a_budget_that_is_met_moves_nothing_and_says_by_how_much(peaks):
     found = report(Blocks(8), memory_budget=peaks[0])
     assert not found.changed

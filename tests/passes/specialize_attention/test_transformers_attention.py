@@ -66,7 +66,7 @@ def batch_of(rows=1, packed=True):
     return batch
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("attention", slow_but(("eager",), ["sdpa", "eager"]))
 @pytest.mark.parametrize("kind", slow_but(("gemma3_text",), ["llama", "qwen3", "mistral", "gemma3_text"]))
 def test_packed_documents(kind, attention):
     model = tiny(kind, attention)
@@ -85,7 +85,7 @@ def test_packed_documents(kind, attention):
     assert len(run.graphs) == 1
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("attention", slow_but(("eager",), ["sdpa", "eager"]))
 @pytest.mark.parametrize(
     ("kind", "forms"),
     [
