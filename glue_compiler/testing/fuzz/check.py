@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from glue_compiler.compat.switches import modes_restored
 from glue_compiler.testing.captures import Capture, compile_and_keep
 from glue_compiler.testing.fuzz import harness
 from glue_compiler.testing.fuzz.process_state import ProcessState
@@ -56,8 +55,7 @@ def eager_results(program: Program) -> dict[str, Any]:
         NotAProgram: if a call raises, or a checkpoint's body computes something else when backward calls it again.
     """
     try:
-        with modes_restored():  # a program that fails leaves the modes that it has switched
-            seen = harness.observe(module_of(program))
+        seen = harness.observe(module_of(program))
     except Exception as error:
         raise NotAProgram(str(error)) from error
     errors = [value for label, value in seen.items() if label.endswith(": error")]

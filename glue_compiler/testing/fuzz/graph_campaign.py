@@ -12,6 +12,7 @@ from typing import Any
 from torch import fx
 
 from glue_compiler import registry
+from glue_compiler.compat.switches import modes_restored
 from glue_compiler.fx.copying import copy_graph_module
 from glue_compiler.fx.prologues import join_prologues
 from glue_compiler.graph_pass import Stage
@@ -151,9 +152,10 @@ def _failure(
     program = program_of(gm, template)
     kind = f"{name} | {kind_of(wrong)}"
     try:
-        found = verdict(program)
-        if found.wrong:
-            return examined(program, found.wrong, settings.shrink_seconds, origin)
+        with modes_restored():  # as a program the graph leaves the modes that it has switched
+            found = verdict(program)
+            if found.wrong:
+                return examined(program, found.wrong, settings.shrink_seconds, origin)
         if any(_SAVED in difference for difference in wrong):
             return None  # AOTAutograd writes no memory in place: the check cannot fail in what it compiles
         note = "wrong as a graph; right when it is compiled"

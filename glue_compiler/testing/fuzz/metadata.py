@@ -204,6 +204,9 @@ def _documents(draw: Draw) -> None:
 
 
 def _selected(draw: Draw) -> None:
+    if draw.chance(0.25) and not draw.one_graph:
+        _one_row(draw)
+        return
     chosen = draw.let(
         "chosen",
         draw.mostly(
@@ -226,6 +229,22 @@ def _selected(draw: Draw) -> None:
             f"({chosen}.numel() * 0.5 + {some}.detach().mean().nan_to_num())",
         ),
     )
+
+
+def _one_row(draw: Draw) -> None:
+    """One row, which only the data says, beside or written to a number of rows that only the data says."""
+    row, rows = draw.name("row"), draw.name("rows")
+    draw.emit(f"{row} = hidden[torch.arange(LENGTH{draw.at}) == pos.sum() % LENGTH]")
+    draw.emit(f"{rows} = torch.zeros_like(hidden)")
+    draw.emit(
+        draw.pick(
+            f"{rows}[flags] = {row}",
+            f"{rows}[flags] += {row}",
+            f"{rows}[flags] = hidden[flags] * {row}",
+            f"{rows} = {rows}.index_put((flags.nonzero()[:, 0],), {row}, accumulate=True)",
+        )
+    )
+    draw.emit(f"hidden = torch.tanh(hidden @ weight) + {rows}")
 
 
 def _branch(draw: Draw) -> None:
