@@ -28,7 +28,9 @@ _WRITES = {aten.index_put, aten.index_put_, aten._unsafe_index_put, aten._index_
 
 
 def may_write_at_indices(node: fx.Node) -> bool:
-    """Worth a look: is something of a size that depends on data there, and something to index with?"""
+    """Is it worth a look: a call with something of a size that depends on data, and something to index with?"""
+    if not node.op.startswith("call_"):
+        return False
     tensors = tensors_in([value_of(arg) for arg in node.all_input_nodes])
     return bool(unbacked_in(tensors)) and any(t.dim() and not t.is_floating_point() for t in tensors)
 
@@ -36,6 +38,8 @@ def may_write_at_indices(node: fx.Node) -> bool:
 def check_rows(gm: fx.GraphModule) -> None:
     """Raises GlueSizeError if a marked node of ``gm`` still takes for granted what no pass has proved."""
     nodes = [(m, n) for m in bodies.graph_modules(gm) for n in m.graph.nodes if ASSUMES_ROWS in n.meta]
+    if not nodes:
+        return
     effects = EffectAnalysis.for_graph(gm)
     for module, node in nodes:
         for assumption in assumed_of(node, effects.record_of(module, node)):
@@ -67,8 +71,10 @@ def _meta(reference: Any, record: CallRecord, given: Sequence[torch.Tensor]) -> 
 
 def _place(into: Meta, indices: Sequence[Any], record: CallRecord, given: Sequence[torch.Tensor]) -> tuple[Any, ...]:
     """The shape of what is written (NumPy's rules of advanced indexing)."""
-    left, indexed, taken, at = list(into.shape), [], [], []
+    left = list(into.shape)
     kept: list[Any] = []
+    indexed: list[tuple[Any, ...]] = []
+    at: list[int] = []
     for index in indices:
         meta = _meta(index, record, given)
         if meta is None and index is None:

@@ -65,7 +65,7 @@ class SizeAssumptions(compat.TracingObserver):
                     self.unguarded = f"eager does not ask for {assertion} at '{self._nodes[-1].name}'"
             self._seen = [token for token, _ in made]
         for node in self._nodes:
-            if node.op.startswith("call_") and may_write_at_indices(node):
+            if may_write_at_indices(node):
                 self._written(frame, node)
         self._nodes.clear()
         return False
@@ -73,10 +73,10 @@ class SizeAssumptions(compat.TracingObserver):
     def _written(self, frame: Any, node: fx.Node) -> None:
         """Rows of unknown number that are written to a known one may be those of experts: a pass may prove them."""
         left = [each for each in assumed_of(node, self.writes.record_of(node)) if not self._is_kept(frame, each)]
-        if all(size_assertions.compares_with_a_known_size(each) for each in left):
-            node.meta.update({ASSUMES_ROWS: True} if left else {})
-        else:
-            self.unguarded = f"eager does not ask for {left} at '{node.name}'"
+        if not all(size_assertions.compares_with_a_known_size(each) for each in left):
+            self.unguarded = f"eager does not ask for {left[0]} at '{node.name}'"
+        elif left:
+            node.meta[ASSUMES_ROWS] = True
 
     def _is_kept(self, frame: Any, assertion: Any) -> bool:
         """Is it guarded, or torch's to check?"""

@@ -132,9 +132,12 @@ class Numbering:
 
     def _is_written_as_itself(self, node: fx.Node, writer: fx.Node) -> bool:
         """Was ``writer``, or what it wrote to, passed ``node``, and no detached alias of it?"""
-        writers = {write.writer for write in self.writes}
         same = [arg for arg in writer.all_input_nodes if _is_same_view(value_of(arg), value_of(node))]
-        return node in same or any(arg in writers and self._is_written_as_itself(node, arg) for arg in same)
+        return node in same or any(arg in self._writers and self._is_written_as_itself(node, arg) for arg in same)
+
+    @functools.cached_property
+    def _writers(self) -> set[fx.Node | None]:
+        return {write.writer for write in self.writes}
 
     def is_kept(self, node: fx.Node, at: fx.Node) -> bool:
         """Does ``at`` find in the memory of ``node`` what was there when ``node`` was made?"""
@@ -221,8 +224,9 @@ class _Numberer:
         for node in scope.module.graph.nodes:
             self.mode = self.analysis.mode_of(scope.module, node).autocast
             if node.op == "placeholder" or node.op == "get_attr":
-                self.escaped |= storages_of(value_of(node))  # others may hold it
-                self.out.inputs |= storages_of(value_of(node))
+                storages = storages_of(value_of(node))
+                self.escaped |= storages  # others may hold it
+                self.out.inputs |= storages
             if node.op == "output":
                 self.out.starts[node] = self.out.ends[node] = next(self.clock)
                 self.out.returned |= storages_of([value_of(arg) for arg in node.all_input_nodes])

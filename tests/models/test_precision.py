@@ -10,6 +10,7 @@ import torch
 from glue_compiler.errors import GlueWarning
 from tests.captured import compile_with_glue
 from tests.models.training import packed, padded, tiny, with_lora
+from tests.slow import slow_but
 
 PACKED = packed((7, 9, 5, 1, 12))
 PADDED = padded((7, 11, 3))
@@ -76,7 +77,7 @@ FAST = {"autocast inside"}
 
 
 @pytest.mark.parametrize("batch", [PACKED, PADDED], ids=["packed", "padded"])
-@pytest.mark.parametrize("case", [pytest.param(c, marks=() if c in FAST else pytest.mark.slow) for c in CASES])
+@pytest.mark.parametrize("case", slow_but(FAST, CASES))
 def test_rewrites_fire_and_the_error_is_that_of_eager(case, batch):
     dtype, is_inside, context, scale, has_adapters = CASES[case]
     model = tiny("qwen3", dtype)

@@ -203,10 +203,6 @@ def test_gradients_go_to_what_was_read_and_not_to_what_wrote_it(fn, expected, ea
 # -- what is returned may be written before backward
 
 
-def plain(query, key, value):
-    return written_out(query, key, value)
-
-
 def view_returned(query, key, value):
     return written_out(query, key, value).flatten(2)
 
@@ -228,10 +224,10 @@ def windowed_view(query, key, value):
 @pytest.mark.parametrize(
     ("fn", "write", "compiler"),
     [
-        (plain, "out += 1", "aot_eager"),
-        (plain, "out.detach().mul_(2)", "aot_eager"),
-        (plain, "out.data.zero_()", "aot_eager"),
-        (plain, "out.data.zero_()", "inductor"),
+        (written_out, "out += 1", "aot_eager"),
+        (written_out, "out.detach().mul_(2)", "aot_eager"),
+        (written_out, "out.data.zero_()", "aot_eager"),
+        (written_out, "out.data.zero_()", "inductor"),
         (view_returned, "out += 1", "aot_eager"),
         (in_its_region, "out += 1", "aot_eager"),
         (windowed, "out += 1", "aot_eager"),
@@ -254,7 +250,7 @@ def test_a_caller_may_write_the_result_before_backward(fn, write, compiler):
     assert sum(counts(run).values()) == (compiler != "inductor" or has_sdpa_backward(torch.empty(0).double()))
 
 
-@pytest.mark.parametrize(("fn", "copies"), [(plain, 1), (sum_negated, 0)])
+@pytest.mark.parametrize(("fn", "copies"), [(written_out, 1), (sum_negated, 0)])
 def test_only_a_result_that_is_returned_is_copied(fn, copies):
     run = specialized(fn)
     run.call(*inputs())
@@ -262,7 +258,7 @@ def test_only_a_result_that_is_returned_is_copied(fn, copies):
     assert count(run.graph, torch.ops.glue.private_copy.default) == copies
 
 
-@pytest.mark.parametrize("fn", [plain, windowed])
+@pytest.mark.parametrize("fn", [written_out, windowed])
 def test_a_checkpoint_around_the_first_call_counts_what_forward_saves(fn):
     run = specialized(fn, eager=False)
     torch.manual_seed(0)
