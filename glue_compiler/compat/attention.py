@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -96,30 +97,40 @@ def flex_attention(
     mask: Callable[..., Tensor],
     mask_tensors: tuple[Tensor, ...],
     scale: float,
-) -> Tensor:
+    score: Callable[..., Tensor] | None = None,
+    score_tensors: tuple[Tensor, ...] = (),
+) -> tuple[Tensor, Tensor]:
     """flex_attention's operator itself, for graphs that are being traced; Inductor makes the kernel.
 
     The public function compiles itself when it is called outside of Dynamo, and takes what its mask reads by closure;
     both are impossible while AOTAutograd traces.
 
     Args:
-        query: ``[B, Hq, T, D]``. key, value: ``[B, Hkv, T, D]``.
+        query: ``[B, Hq, Q, D]``. key, value: ``[B, Hkv, K, D]``.
         lists: counts and indices of the visited blocks, in the order of ``BlockMask``: keys of a query block with a
             mask, without one, then queries of a key block with a mask, without one.
         block: tokens in a block.
-        mask: ``(batch, head, query, key, *mask_tensors)`` → bool.
+        mask: ``(batch, head, query, key, *mask_tensors)`` → bool; read in blocks with a mask alone.
         scale: multiplies the scores.
+        score: ``(score, batch, head, query, key, *score_tensors)`` → what takes the place of a scaled score.
+
+    Returns:
+        ``[B, Hq, Q, D]``, and the logsumexp of the scores, fp32 (fp64 for fp64) ``[B, Hq, Q]``, to the base of e.
     """
     # Of the same name as the package's function, so an attribute of the package would be that.
     module = importlib.import_module("torch.nn.attention.flex_attention")
     operator = importlib.import_module("torch._higher_order_ops.flex_attention").flex_attention
     lengths = (query.shape[2], key.shape[2])
     # A BlockMask orders its own parts: 2.13 added some.
-    # The function is traced with its annotations, and as strings they keep Inductor's cache from hashing the graph.
+    # Functions are traced with their annotations, and as strings they keep Inductor's cache from hashing the graph.
     block_mask = module.BlockMask(lengths, *lists, BLOCK_SIZE=(block, block), mask_mod=lambda *places: mask(*places))
+    score_mod = module._identity if score is None else lambda *given: score(*given)
     # AUTO would take a decoding kernel for short rows.
     options = module._apply_kernel_options(query, key, value, False, {"BACKEND": "TRITON"})
-    return operator(query, key, value, module._identity, block_mask.as_tuple(), scale, options, (), mask_tensors)[0]
+    out, logsumexp, *_ = operator(
+        query, key, value, score_mod, block_mask.as_tuple(), scale, options, score_tensors, mask_tensors
+    )
+    return out, logsumexp * math.log(2)  # it is to the base of 2
 
 
 def cudnn_before_flash() -> AbstractContextManager[Any]:

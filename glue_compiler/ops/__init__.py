@@ -9,6 +9,8 @@ from glue_compiler.ops.grouped_linear import grouped_linear, grouped_outer
 from glue_compiler.ops.grouped_linear_list import grouped_linear_list
 from glue_compiler.ops.grouped_rows import grouped_repeat, grouped_sum
 from glue_compiler.ops.interleaved import deinterleave
+from glue_compiler.ops.mask_blocks import mask_blocks
+from glue_compiler.ops.masked_attention import masked_attention
 from glue_compiler.ops.packed_attention import (
     causal_attention,
     document_blocks,
@@ -34,6 +36,8 @@ __all__ = [
     "grouped_outer",
     "grouped_repeat",
     "grouped_sum",
+    "mask_blocks",
+    "masked_attention",
     "packed_attention",
     "private_copy",
     "varlen_attention",

@@ -94,13 +94,16 @@ def block_lists_of_seen(first: Tensor, last: Tensor, seen: Tensor) -> tuple[Tens
     in_full = (full_begin <= column) & (column < full_end) & (number == BLOCK)
     in_part = (begin <= column) & (column < end) & (number > 0) & ~in_full
     both = in_part, in_full, in_part.transpose(1, 2), in_full.transpose(1, 2)
-    return tuple(part for each in both for part in _listed(each))
+    return tuple(part[:, None] for each in both for part in listed(each))
 
 
-def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Counts and indices of the blocks that are True, bool ``[B, blocks, blocks]``, in each row."""
+def listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """How many entries of each row are True, and which: bool ``[..., n]`` → int32 ``[...]`` and ``[..., n]``.
+
+    What follows the last of a row is not to be read.
+    """
     indices = torch.argsort((~blocks).to(torch.int32), dim=-1, stable=True)
-    return tuple(each.to(torch.int32)[:, None] for each in (blocks.sum(-1), indices))  # type: ignore[return-value]
+    return blocks.sum(-1, dtype=torch.int32), indices.to(torch.int32)
 
 
 def _block_ranges(first: Tensor, last: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +22,7 @@ from torch import Tensor
 from glue_compiler.compat import attention
 from glue_compiler.ops.attention_choice import prefers_cudnn
 from glue_compiler.ops.autocast import in_autocast_dtype
+from glue_compiler.ops.composite import composite
 from glue_compiler.ops.document_blocks import (
     BLOCK,
     block_lists,
@@ -35,22 +35,8 @@ from glue_compiler.ops.document_blocks import (
 )
 from glue_compiler.ops.varlen_attention import varlen_attention
 
-Function = TypeVar("Function", bound=Callable[..., Any])
 
-
-def _composite(schema: str) -> Callable[[Function], Function]:
-    """Register a function that is traced through: one that is made of other operators."""
-
-    def register(function: Function) -> Function:
-        name = f"glue::{function.__name__}"
-        torch.library.define(name, schema)
-        torch.library.impl(name, "CompositeImplicitAutograd")(function)
-        return function
-
-    return register
-
-
-@_composite("(Tensor starts) -> Tensor")
+@composite("(Tensor starts) -> Tensor")
 def document_offsets(starts: Tensor) -> Tensor:
     """Where each document of a packed batch begins, in its flattened tokens. No host synchronisation.
 
@@ -93,7 +79,7 @@ def _flat_starts(starts: Tensor) -> Tensor:
     return (starts | (column == 0)).reshape(-1)
 
 
-@_composite(
+@composite(
     "(Tensor cu_seqlens, SymInt batch, SymInt length, bool is_causal, int window=-1, Tensor? seen=None) -> Tensor[]"
 )
 def document_blocks(
@@ -153,7 +139,7 @@ def _(tensors: list[Tensor]) -> list[Tensor]:
     return [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors]
 
 
-@_composite(
+@composite(
     "(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens, SymInt max_seqlen, bool is_causal, int window=-1, "
     "float? scale=None, Tensor[]? blocks=None) -> Tensor"
 )
@@ -198,18 +184,18 @@ def packed_attention(
         if seen:
             mask = is_visible_and_past_and_seen if is_causal else is_visible_and_seen
         if query.is_cuda:
-            return attention.flex_attention(query, key, value, lists, BLOCK, mask, (*ends, *seen), scale)
+            return attention.flex_attention(query, key, value, lists, BLOCK, mask, (*ends, *seen), scale)[0]
         # Elsewhere torch rounds the scores to the operands' dtype, which its kernel on a GPU does not.
         dtype = torch.promote_types(query.dtype, torch.float32)
         with torch.autocast(query.device.type, enabled=False):
             q, k, v = query.to(dtype), key.to(dtype), value.to(dtype)
-            return attention.flex_attention(q, k, v, lists, BLOCK, mask, (*ends, *seen), scale).to(query.dtype)
+            return attention.flex_attention(q, k, v, lists, BLOCK, mask, (*ends, *seen), scale)[0].to(query.dtype)
     flat = (tensor.transpose(1, 2).reshape(batch * length, tensor.shape[1], size) for tensor in (query, key, value))
     out, _ = varlen_attention(*flat, cu_seqlens, max_seqlen, is_causal, window, scale)
     return out.view(batch, length, heads, size).transpose(1, 2)
 
 
-@_composite("(Tensor query, Tensor key, Tensor value, float? scale=None) -> Tensor")
+@composite("(Tensor query, Tensor key, Tensor value, float? scale=None) -> Tensor")
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:
     """``scaled_dot_product_attention(is_causal=True)`` that asks cuDNN first where that is the faster kernel.
 

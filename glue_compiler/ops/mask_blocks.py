@@ -1,0 +1,128 @@
+"""``mask_blocks``: which blocks of the score matrix a mask leaves, read from the mask itself."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from glue_compiler.ops.document_blocks import BLOCK, listed
+from glue_compiler.ops.kernel_support import runs_triton
+
+Kind = Literal["shows", "hides", "added"]
+"""What an element says of its query and key. ``shows``: True, the key may be seen. ``hides``: True, it is hidden.
+``added``: a number that is added to the score."""
+
+EmptyRows = Literal["zeros", "mean", "nan"]
+"""What a query gets that sees no key at all. ``zeros``: what ``scaled_dot_product_attention`` gives. ``mean``: the mean
+of all values, as from a softmax of scores that are all one finite number. ``nan``: as from one of minus infinities."""
+
+
+def hidden_below(dtype: torch.dtype) -> float:
+    """A number of ``dtype`` that is added to a score and is this or less leaves a weight of zero."""
+    return max(torch.finfo(dtype).min, -1e9)
+
+
+@torch.library.custom_op("glue::mask_blocks", mutates_args=())
+def mask_blocks(mask: Tensor, queries: int, keys: int, kind: str, empty_rows: str) -> list[Tensor]:
+    """Which blocks of 128 queries and 128 keys an attention under ``mask`` has to visit. No host synchronisation.
+
+    Args:
+        mask: bool, or floating for ``kind="added"``; at most four dimensions, any strides, broadcastable to
+            ``[B, H, queries, keys]``.
+        queries, keys: Q and K.
+        kind: of :data:`Kind`.
+        empty_rows: of :data:`EmptyRows`.
+
+    Returns:
+        Counts ``[b, h, blocks]`` and indices ``[b, h, blocks, blocks]`` of four lists, int32, where b and h are the
+        mask's own batch and heads, or 1: for each block of queries the blocks of keys that are seen in part, and those
+        seen in full; for each block of keys the same blocks of queries. Then bool ``[b, h, Q]``: the queries that see
+        no key; for ``added`` those whose numbers are all minus infinity. For ``added`` there follows ``[b, h, Q]`` in
+        the mask's dtype: the largest number of queries all of whose numbers hide, 0 of the others.
+
+        A number that is added stays to be added in all blocks; those are "in full" that reach over no end of the
+        matrix. Blocks of hidden keys are left out unless one of their queries sees no other key and gets a mean,
+        to which all keys belong then.
+
+        About ``16 * (Q / 128) * (K / 128)`` bytes for each of the mask's batches and heads: 0.1% of a boolean mask.
+
+    Raises:
+        ValueError: a kind, rank or dtype that is none of those.
+    """
+    _check(mask, kind, empty_rows)
+    mask = as_four(mask)
+    shape = (*mask.shape[:2], queries, keys)
+    seen, whole, rows = _read(mask.expand(shape), kind)
+    if kind == "added":
+        empty, hidden = rows == float("-inf"), rows <= hidden_below(mask.dtype)
+        of_rows = [empty, torch.where(hidden & ~empty, rows, 0)]
+    else:
+        hidden = ~rows
+        of_rows = [hidden]
+    if empty_rows == "mean" or kind == "added":
+        # A row of nothing but numbers that hide is a softmax of those numbers: all of its keys count.
+        visits_all = torch.nn.functional.pad(hidden, (0, -queries % BLOCK)).unflatten(-1, (-1, BLOCK)).any(-1)
+        seen, whole = seen | visits_all[..., None], whole & ~visits_all[..., None]
+    if kind == "added":
+        complete = [torch.arange((n + BLOCK - 1) // BLOCK, device=mask.device) < n // BLOCK for n in (queries, keys)]
+        whole = seen & complete[0][:, None] & complete[1]
+    part = seen & ~whole
+    blocks = (part, whole, part.transpose(-1, -2), whole.transpose(-1, -2))
+    return [*(each.contiguous() for each_list in blocks for each in listed(each_list)), *of_rows]
+
+
+@mask_blocks.register_fake
+def _(mask: Tensor, queries: int, keys: int, kind: str, empty_rows: str) -> list[Tensor]:
+    _check(mask, kind, empty_rows)
+    batch, heads = as_four(mask).shape[:2]
+    of_queries, of_keys = ((n + BLOCK - 1) // BLOCK for n in (queries, keys))
+    found = []
+    for rows, columns in ((of_queries, of_keys), (of_keys, of_queries)):
+        for _ in range(2):
+            found += [
+                mask.new_empty(batch, heads, rows, dtype=torch.int32),
+                mask.new_empty(batch, heads, rows, columns, dtype=torch.int32),
+            ]
+    found.append(mask.new_empty(batch, heads, queries, dtype=torch.bool))
+    return [*found, mask.new_empty(batch, heads, queries)] if kind == "added" else found
+
+
+def _read(mask: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor]:
+    """One pass over ``mask [b, h, Q, K]``.
+
+    Returns:
+        bool ``[b, h, Q blocks, K blocks]``: some key is seen by some query; every key by every query, in blocks that
+        reach over no end. ``[b, h, Q]``: whether a query sees a key; for ``added`` its largest number.
+    """
+    if runs_triton(mask):
+        from glue_compiler.ops import mask_blocks_triton
+
+        return mask_blocks_triton.read(mask, kind)
+    if kind == "added":
+        visible, rows = ~(mask <= hidden_below(mask.dtype)), mask.amax(-1)
+    else:
+        visible = mask if kind == "shows" else ~mask
+        rows = visible.any(-1)
+    over = [0, -mask.shape[3] % BLOCK, 0, -mask.shape[2] % BLOCK]
+    blocks = torch.nn.functional.pad(visible, over).unflatten(3, (-1, BLOCK)).unflatten(2, (-1, BLOCK))
+    return blocks.any(-1).any(3), blocks.all(-1).all(3), rows
+
+
+def as_four(mask: Tensor) -> Tensor:
+    """With four dimensions, and size 1 where all elements of a dimension are one in memory."""
+    mask = mask[(None,) * (4 - mask.dim())]
+    for dim, stride in enumerate(mask.stride()):
+        if isinstance(stride, int) and stride == 0 and mask.shape[dim] != 1:
+            mask = mask.narrow(dim, 0, 1)
+    return mask
+
+
+def _check(mask: Tensor, kind: str, empty_rows: str) -> None:
+    for name, given, known in (("kind", kind, get_args(Kind)), ("empty_rows", empty_rows, get_args(EmptyRows))):
+        if given not in known:
+            raise ValueError(f"mask_blocks: {name} must be one of {', '.join(known)}, got {given!r}")
+    fits = mask.is_floating_point() if kind == "added" else mask.dtype == torch.bool
+    if not fits or mask.dim() > 4:
+        raise ValueError(f"mask_blocks: a mask that {kind} cannot be {mask.dtype} with {mask.dim()} dimensions")

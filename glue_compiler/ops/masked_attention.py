@@ -1,0 +1,109 @@
+"""``masked_attention``: attention under any mask, which visits only the blocks that ``mask_blocks`` found in it."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from glue_compiler.compat import attention
+from glue_compiler.ops.autocast import in_autocast_dtype
+from glue_compiler.ops.composite import composite
+from glue_compiler.ops.document_blocks import BLOCK
+from glue_compiler.ops.mask_blocks import as_four
+
+
+@composite(
+    "(Tensor query, Tensor key, Tensor value, Tensor mask, Tensor[] lists, str kind, str empty_rows, "
+    "float? scale=None, float? softcap=None, Tensor? sinks=None) -> Tensor"
+)
+def masked_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    lists: list[Tensor],
+    kind: str,
+    empty_rows: str,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """``scaled_dot_product_attention`` under a mask of which whole blocks hide everything.
+
+    Args:
+        query: floating ``[B, Hq, Q, D]``. key, value: ``[B, Hkv, K, D]``, ``Hq % Hkv == 0``.
+        mask: as for ``mask_blocks``. It has no gradient. Kernels read it from memory, in backward too: what is no input
+            of a graph goes through ``glue::materialized`` first, or Inductor may compute it again in backward, where
+            flex_attention fails on values that are not in memory.
+        lists: of ``mask_blocks`` for the same mask, kind and empty rows.
+        kind: what an element of the mask says, of ``mask_blocks.Kind``.
+        empty_rows: what a query gets that sees no key, of ``mask_blocks.EmptyRows``. Of numbers that are added only
+            minus infinities make an empty row, and a mean of such a row is not defined.
+        scale: multiplies the scores; None: ``1 / sqrt(D)``.
+        softcap: scores become ``softcap * tanh(score / softcap)`` before the mask.
+        sinks: floating ``[Hq]``: a score of one more key for each query, whose value is zero.
+
+    Returns:
+        ``[B, Hq, Q, D]``.
+
+    Gradients of query, key, value and sinks. Query and key get none from empty rows.
+
+    Source: flex_attention (Dong et al., 2024), with block lists that are read from the mask's elements.
+    """
+    query, key, value = in_autocast_dtype(query, key, value)
+    scale = 1 / math.sqrt(query.shape[3]) if scale is None else scale
+    elements = _Elements(as_four(mask))
+    *blocks, empty = lists[:9]
+    # Of numbers that are added rows have an offset in place of that they are empty.
+    rows = _Elements(as_four(lists[-1][..., None]))
+    is_mean = empty_rows == "mean" and kind != "added"
+
+    def is_seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor, *tensors: Tensor) -> Tensor:
+        if kind == "added":
+            return query >= 0
+        element = elements.at(tensors[0], batch, head, query, key)
+        seen = element if kind == "shows" else ~element
+        return seen | rows.at(tensors[1], batch, head, query, key) if is_mean else seen
+
+    def changed(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor, *tensors: Tensor) -> Tensor:
+        if softcap is not None:
+            score = torch.tanh(score / softcap) * softcap
+        if kind == "added":
+            number, offset = (
+                each.at(tensor, batch, head, query, key).to(score.dtype)
+                for each, tensor in zip((elements, rows), tensors, strict=True)
+            )
+            # In this order, so that a number that swallows the score does so here too. Without the offset backward
+            # would take a difference of two such numbers for the logarithm of a weight.
+            return (score + number) - offset
+        return torch.where(rows.at(tensors[0], batch, head, query, key), 0.0, score) if is_mean else score
+
+    of_mask = (elements.tensor, *((rows.tensor,) if is_mean else ())) if kind != "added" else ()
+    of_score = (elements.tensor, rows.tensor) if kind == "added" else (rows.tensor,) if is_mean else ()
+    score = changed if of_score or softcap is not None else None
+    dtype = query.dtype if query.is_cuda else torch.promote_types(query.dtype, torch.float32)
+    with torch.autocast(query.device.type, enabled=False):
+        # Off a GPU torch rounds the scores to the operands' dtype, which its kernel on one does not.
+        q, k, v = query.to(dtype), key.to(dtype), value.to(dtype)
+        out, logsumexp = attention.flex_attention(
+            q, k, v, tuple(blocks), BLOCK, is_seen, of_mask, scale, score, of_score
+        )
+        if sinks is not None:
+            out = out * torch.sigmoid(logsumexp - sinks[:, None]).to(out.dtype)[..., None]
+        if empty_rows == "nan":
+            out = out.masked_fill(empty[..., None], float("nan"))
+        return out.to(query.dtype)
+
+
+class _Elements:
+    """A tensor of four dimensions as kernels read it: without those of size 1, over which it is broadcast."""
+
+    def __init__(self, four: Tensor) -> None:
+        self.is_read = [not (isinstance(size, int) and size == 1) for size in four.shape]
+        self.tensor = four[tuple(slice(None) if is_read else 0 for is_read in self.is_read)]
+
+    def at(self, tensor: Tensor, *places: Tensor) -> Tensor:
+        index = [place for place, is_read in zip(places, self.is_read, strict=True) if is_read]
+        return tensor[tuple(index)] if index else tensor

@@ -1,0 +1,262 @@
+"""mask_blocks and masked_attention: attention under any mask, by lists of blocks that are read from it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from glue_compiler.ops import mask_blocks
+from glue_compiler.ops.document_blocks import BLOCK
+
+
+def position(n: int) -> Tensor:
+    return torch.arange(n)
+
+
+def boolean_masks(queries: int, keys: int) -> dict[str, Tensor]:
+    q, k = position(queries)[:, None] + (keys - queries), position(keys)
+    generator = torch.Generator().manual_seed(0)
+    documents = (k * 5) // keys
+    return {
+        "causal": k <= q,
+        "prefix": (k <= q) | (k < keys // 3),
+        "window": (k <= q) & (q - k < 40),
+        "documents": (documents[None] == documents[q.clamp(min=0)[:, 0]][:, None]) & (k <= q),
+        "random": torch.rand(queries, keys, generator=generator) < 0.3,
+        "by head": torch.rand(4, queries, keys, generator=generator)
+        < torch.tensor([0.01, 0.1, 0.5, 1.0])[:, None, None],
+        "by row": (torch.rand(2, 1, 1, keys, generator=generator) < 0.7) & (k <= q),
+        "of queries": (q % 3 == 0),
+        "hidden block": ((k >= 150) | (k < 20))[None],
+        "nothing": torch.zeros(1, keys, dtype=torch.bool),
+        "everything": torch.ones(1, 1, dtype=torch.bool),
+    }
+
+
+def leaves(queries: int, keys: int, dtype: torch.dtype = torch.float64, device: str = "cpu") -> list[Tensor]:
+    """Query of 4 heads, key and value of 2, as a model makes them: ``[B, T, H, D]``, transposed."""
+    sizes = ((queries, 4), (keys, 2), (keys, 2))
+    return [
+        torch.randn(2, length, heads, 16, dtype=dtype, device=device).transpose(1, 2).requires_grad_()
+        for length, heads in sizes
+    ]
+
+
+def with_gradients(call, inputs: list[Tensor]) -> list[Tensor]:
+    out = call(*inputs)
+    grad = torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device).view(out.shape)
+    return [out, *torch.autograd.grad(out, inputs, grad)]
+
+
+def assert_equal(got: list[Tensor], wanted: list[Tensor]) -> None:
+    for one, other in zip(got, wanted, strict=True):
+        torch.testing.assert_close(one, other, equal_nan=True)
+
+
+def by_lists(mask: Tensor, kind: str, empty_rows: str, **settings):
+    def call(q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Tensor:
+        lists = mask_blocks(mask, q.shape[2], k.shape[2], kind, empty_rows)
+        operator = torch.ops.glue.masked_attention
+        return operator(q, k, v, mask, lists, kind, empty_rows, sinks=sinks[0] if sinks else None, **settings)
+
+    return call
+
+
+def written_out(mask, *, added: bool = False, fill: float = float("-inf"), softcap: float | None = None):
+    def call(q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Tensor:
+        k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+        scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        scores = scores + mask if added else scores.masked_fill(~mask, fill)
+        if not sinks:
+            return scores.softmax(-1) @ v
+        column = sinks[0].view(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], 1)
+        return torch.cat([scores, column], -1).softmax(-1)[..., :-1] @ v
+
+    return call
+
+
+SIZES = [(256, 256), (300, 300), (1, 130), (70, 200)]
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("name", list(boolean_masks(2, 2)))
+@pytest.mark.parametrize("kind", ["shows", "hides"])
+def test_a_boolean_mask_gives_what_sdpa_gives(sizes, name, kind):
+    mask = boolean_masks(*sizes)[name]
+    inputs = leaves(*sizes)
+    wanted = with_gradients(
+        lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True), inputs
+    )
+    given = mask if kind == "shows" else ~mask
+    assert_equal(with_gradients(by_lists(given, kind, "zeros"), inputs), wanted)
+
+
+@pytest.mark.parametrize("name", list(boolean_masks(2, 2)))
+def test_a_query_that_sees_no_key_gets_the_mean_of_all_where_scores_are_filled_with_a_number(name):
+    mask = boolean_masks(300, 300)[name]
+    inputs = leaves(300, 300)
+    wanted = with_gradients(written_out(mask, fill=torch.finfo(torch.float64).min), inputs)
+    assert_equal(with_gradients(by_lists(mask, "shows", "mean"), inputs), wanted)
+
+
+def test_a_query_that_sees_no_key_gets_nan_where_scores_are_filled_with_minus_infinity():
+    mask = boolean_masks(300, 300)["random"].clone()
+    mask[[0, 150]] = False
+    inputs = leaves(300, 300)
+    assert_equal([by_lists(mask, "shows", "nan")(*inputs)], [written_out(mask)(*inputs)])
+
+
+@pytest.mark.parametrize("least", [-1e9, torch.finfo(torch.float32).min, float("-inf")], ids=str)
+@pytest.mark.parametrize("name", ["causal", "prefix", "random", "by row", "hidden block"])
+def test_numbers_are_added_to_the_scores(name, least):
+    shown = boolean_masks(300, 300)[name]
+    mask = torch.randn(shown.shape, dtype=torch.float64).masked_fill(~shown, least)
+    mask[..., 0, 0] = 0 if least == float("-inf") else mask[..., 0, 0]  # in place of gradients that are all NaN
+    inputs = leaves(300, 300)
+    wanted = with_gradients(written_out(mask, added=True), inputs)
+    assert_equal(with_gradients(by_lists(mask, "added", "nan"), inputs), wanted)
+
+
+@pytest.mark.parametrize("least", [-1e9, -1e29, torch.finfo(torch.float64).min], ids=str)
+def test_a_query_whose_keys_all_get_a_number_that_hides_is_computed_from_those_numbers(least):
+    mask = torch.full((300, 300), least, dtype=torch.float64)
+    mask[7, 20:] *= 1.5
+    mask[100:200, :50] = 0
+    inputs = leaves(300, 300)
+    wanted = with_gradients(written_out(mask, added=True), inputs)
+    assert_equal(with_gradients(by_lists(mask, "added", "zeros"), inputs), wanted)
+
+
+def test_a_query_of_minus_infinities_gets_zeros_as_from_sdpa():
+    mask = torch.zeros(300, 300, dtype=torch.float64).masked_fill(~boolean_masks(300, 300)["prefix"], float("-inf"))
+    mask[7] = float("-inf")
+    inputs = leaves(300, 300)
+    wanted = with_gradients(
+        lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True), inputs
+    )
+    assert_equal(with_gradients(by_lists(mask, "added", "zeros"), inputs), wanted)
+
+
+def test_a_slope_for_each_head_is_added_without_a_matrix():
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625], dtype=torch.float64)
+    mask = (position(300) * slopes[:, None])[:, None]
+    inputs = leaves(300, 300)
+    wanted = with_gradients(written_out(mask, added=True), inputs)
+    assert_equal(with_gradients(by_lists(mask, "added", "nan"), inputs), wanted)
+
+
+def test_scores_are_capped_before_the_mask():
+    mask = boolean_masks(300, 300)["prefix"]
+    inputs = leaves(300, 300)
+    wanted = with_gradients(written_out(mask, softcap=0.7), inputs)
+    assert_equal(with_gradients(by_lists(mask, "shows", "nan", softcap=0.7), inputs), wanted)
+    apart = by_lists(mask, "shows", "nan")(*inputs) - wanted[0]
+    assert apart.abs().max() > 1e-3
+
+
+def test_sinks_take_their_part_and_get_their_gradient():
+    mask = boolean_masks(300, 300)["window"]
+    inputs = [*leaves(300, 300), torch.randn(4, dtype=torch.float64).requires_grad_()]
+    assert_equal(with_gradients(by_lists(mask, "shows", "zeros"), inputs), with_gradients(written_out(mask), inputs))
+
+
+def test_lower_precision_is_as_exact_as_a_mask():
+    mask = boolean_masks(300, 300)["prefix"]
+    exact = leaves(300, 300)
+    wanted = with_gradients(by_lists(mask, "shows", "zeros"), exact)
+    inputs = [leaf.detach().bfloat16().requires_grad_() for leaf in exact]
+    dense = with_gradients(
+        lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True), inputs
+    )
+    for got, other, want in zip(with_gradients(by_lists(mask, "shows", "zeros"), inputs), dense, wanted, strict=True):
+        assert got.dtype == torch.bfloat16
+        assert (got - want).norm() <= 1.2 * (other - want).norm()
+
+
+# -- the lists
+
+
+def dense_blocks(counts: Tensor, indices: Tensor) -> Tensor:
+    """bool ``[b, h, rows, columns]`` of a list, which is in order and names no block twice."""
+    out = torch.zeros(indices.shape, dtype=torch.int32)
+    for place in torch.cartesian_prod(*(torch.arange(n) for n in counts.shape)).tolist():
+        named = indices[tuple(place)][: counts[tuple(place)]]
+        assert named.tolist() == sorted(set(named.tolist()))
+        out[(*place, named.long())] += 1
+    return out.bool()
+
+
+@given(
+    batch=st.sampled_from([1, 2]),
+    heads=st.sampled_from([1, 3]),
+    queries=st.integers(1, 400),
+    keys=st.integers(1, 400),
+    density=st.sampled_from([0.0, 0.00005, 0.5, 0.99995, 1.0]),
+    kind=st.sampled_from(["shows", "hides", "added"]),
+    empty_rows=st.sampled_from(["zeros", "mean", "nan"]),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=60, deadline=None)
+def test_lists_are_those_of_the_dense_mask(batch, heads, queries, keys, density, kind, empty_rows, seed):
+    generator = torch.Generator().manual_seed(seed)
+    shown = torch.rand(batch, heads, queries, keys, generator=generator) < density
+    mask = {"shows": shown, "hides": ~shown, "added": torch.zeros(shown.shape).masked_fill(~shown, -1e9)}[kind]
+    *lists, empty = mask_blocks(mask, queries, keys, kind, empty_rows)[:9]
+    part, full = dense_blocks(*lists[:2]), dense_blocks(*lists[2:4])
+    assert torch.equal(dense_blocks(*lists[4:6]), part.transpose(2, 3))
+    assert torch.equal(dense_blocks(*lists[6:8]), full.transpose(2, 3))
+    assert not (part & full).any()
+    visited, unmasked = ((part | full), full)
+    rows = torch.arange(queries) // BLOCK
+    columns = torch.arange(keys) // BLOCK
+    is_visited = visited[:, :, rows][..., columns]
+    is_unmasked = unmasked[:, :, rows][..., columns]
+    needed = shown
+    if kind == "added" or empty_rows == "mean":
+        needed = shown | ~shown.any(-1, keepdim=True)
+    assert not (needed & ~is_visited).any(), "a key is seen in a block that is left out"
+    if kind != "added":
+        assert not (is_unmasked & ~shown).any(), "a hidden key is in a block that is seen in full"
+        assert torch.equal(empty, ~shown.any(-1))
+    else:
+        assert not empty.any()
+    # Kernels check the ends of the matrix in masked blocks alone.
+    assert not full[:, :, queries // BLOCK :].any()
+    assert not full[..., keys // BLOCK :].any()
+
+
+def test_lists_are_small():
+    mask = boolean_masks(4096, 4096)["causal"]
+    lists = mask_blocks(mask, 4096, 4096, "shows", "zeros")
+    assert sum(each.nbytes for each in lists) < 0.01 * mask.nbytes
+
+
+def test_an_expanded_mask_is_read_once():
+    mask = boolean_masks(300, 300)["causal"].expand(2, 4, 300, 300)
+    counts, *_ = mask_blocks(mask, 300, 300, "shows", "zeros")
+    assert counts.shape == (1, 1, 3)
+
+
+@pytest.mark.parametrize(("kind", "empty_rows"), [("seen", "zeros"), ("shows", "none")])
+def test_unknown_settings_name_the_known_ones(kind, empty_rows):
+    with pytest.raises(ValueError, match="must be one of"):
+        mask_blocks(torch.ones(2, 2, dtype=torch.bool), 2, 2, kind, empty_rows)
+
+
+@pytest.mark.parametrize(("mask", "kind"), [(torch.ones(2, 2), "shows"), (torch.ones(2, 2).bool(), "added")])
+def test_a_mask_of_another_dtype_is_an_error(mask, kind):
+    with pytest.raises(ValueError, match="cannot be"):
+        mask_blocks(mask, 2, 2, kind, "zeros")
+
+
+@pytest.mark.parametrize("kind", ["shows", "hides", "added"])
+def test_the_operator_is_a_good_citizen(kind):
+    mask = torch.ones(2, 1, 130, 70).bool() if kind != "added" else torch.zeros(130, 70)
+    torch.library.opcheck(mask_blocks, (mask, 130, 70, kind, "zeros"))
