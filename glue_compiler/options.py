@@ -45,8 +45,8 @@ class GlueOptions:
             checkpoint body, unless that saves a host sync. An int, or a string such as ``"64MiB"``.
         assume: facts about inputs that no graph can prove, name → True. ``sorted_document_ids``: integer inputs that
             a mask compares for equality never decrease from a token to the next.
-        memoize_threshold: ``memoize_metadata`` splits off a computation without a host sync only if it makes a tensor
-            of at least so many bytes.
+        memoize_threshold: ``memoize_metadata`` splits off a computation without a host sync only if it reads or makes a
+            tensor of at least so many bytes.
         offload: ``"checkpoints"``: the inputs of checkpointed regions wait for backward in host memory; None: nothing
             moves.
         pinned_limit: the most bytes of page-locked host memory that this process may hold for copies; None: no limit.

@@ -87,6 +87,8 @@ _ASSERTS = {torch.ops.aten._assert_scalar.default, torch.ops.aten._assert_async.
 _SCALAR_MODULES = {operator.__name__, operator.add.__module__, builtins.__name__, math.__name__}
 # Operators whose definitions are torch's own: deterministic unless tagged otherwise.
 _KNOWN_NAMESPACES = {"aten", "prims", "prim"}
+# Those of glue's own that compute their results from their operands alone, for a batch's metadata.
+_KNOWN_OPERATORS = {"glue::block_lists_of_seen", "glue::mask_blocks", "glue::materialized"}
 
 
 _PLAIN = (torch.Tensor, *Symbolic, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout)
@@ -362,7 +364,7 @@ class _Recorder(TorchDispatchMode):
         if torch.Tag.dynamic_output_shape in func.tags:
             self.syncs |= bool(set(unbacked_in(result)) - set(unbacked_in([*args, kwargs])))
         self.syncs |= _copies_to_host(args, result)
-        self.foreign |= func.namespace not in _KNOWN_NAMESPACES
+        self.foreign |= func.namespace not in _KNOWN_NAMESPACES and func.name() not in _KNOWN_OPERATORS
         self.changes_views |= torch.Tag.inplace_view in func.tags
         if func._schema.is_mutable:
             for i, argument in enumerate(func._schema.arguments):

@@ -67,7 +67,7 @@ def plan_prologue(numbering: Numbering, threshold: int, shape_env: Any) -> Prolo
     """Plan for the captured graph itself (bodies of higher-order operators stay). Reads only.
 
     Args:
-        threshold: bytes; a prologue without a host sync pays when it makes a tensor at least so large.
+        threshold: bytes; a prologue without a host sync pays when it reads or makes a tensor at least so large.
         shape_env: for the sizes of tensors with symbolic shapes; None when the graph has none.
     """
     return _Planner(numbering, threshold, shape_env).run()
@@ -165,11 +165,11 @@ class _Planner:
     def _is_costly(self, node: fx.Node) -> bool:
         if self._effects(node).syncs:
             return True
-        value = value_of(node)
-        if not isinstance(value, torch.Tensor) or not self._owns_memory(node):
+        if not self._owns_memory(node):
             return False
-        size = most_bytes(value, self.shape_env)
-        return size is not None and size >= self.threshold
+        touched = tensors_in([value_of(node), *map(value_of, node.all_input_nodes)])
+        sizes = (most_bytes(tensor, self.shape_env) for tensor in touched)
+        return any(size is not None and size >= self.threshold for size in sizes)
 
     def _reads_a_tensor(self, node: fx.Node) -> bool:
         """Does the node depend on a tensor input? A batch is known by its tensors; without one nothing ends it."""

@@ -175,6 +175,22 @@ def test_a_large_mask_moves_without_a_sync_and_a_small_one_stays():
         assert len(run.graphs) == parts
 
 
+def under_mask(x, mask):
+    lists = torch.ops.glue.mask_blocks(mask, x.shape[2], x.shape[2], "shows", "zeros")
+    return torch.ops.glue.masked_attention(x, x, x, mask, lists, "shows", "zeros")
+
+
+def test_lists_of_a_large_mask_move_and_those_of_a_small_one_stay():
+    x = torch.randn(1, 2, 64, 8, dtype=torch.float64)
+    mask = torch.ones(64, 64, dtype=torch.bool).tril()
+    for threshold, parts in ((64 * 64, 2), (64 * 64 + 1, 1)):
+        torch._dynamo.reset()
+        run = compile_split(under_mask, memoize_threshold=threshold)
+        torch.testing.assert_close(run.call(x, mask), under_mask(x, mask))
+        assert len(run.graphs) == parts
+        assert count(run.graphs[-1], torch.ops.glue.mask_blocks) == 2 - parts
+
+
 def test_what_the_graph_returns_is_the_callers_own():
     def fn(x, positions):
         starts = torch.nonzero(positions == 0)
