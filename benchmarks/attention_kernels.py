@@ -22,6 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import glue_compiler.ops  # noqa: F401  registers torch.ops.glue
 from benchmarks.expert_operators import captured, time_in_turn
+from glue_compiler.ops import flash_attn4
 
 glue = torch.ops.glue
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -50,6 +51,9 @@ SHAPES = {
     "rows": Shape(32, 8, 128, (8192,), rows=2),
     "window": Shape(16, 8, 128, (4096, 4096), window=1024),
     "size64": Shape(32, 8, 64, (1024,) * 8),
+    "mixed16": Shape(16, 8, 128, (4096, 64, 1000, 2000, 900, 100, 32)),
+    "mixed64": Shape(32, 8, 64, (4096, 64, 1000, 2000, 900, 100, 32)),
+    "size256": Shape(4, 1, 256, (4096, 64, 1000, 2000, 900, 100, 32), window=512),
     "short256": Shape(16, 8, 128, (64, 192)),
     "short512": Shape(16, 8, 128, (128, 384)),
     "short1024": Shape(16, 8, 128, (512, 512)),
@@ -106,6 +110,8 @@ def variants(shape: Shape, ragged: bool) -> dict[str, Call]:
     flex = torch.compile(
         lambda q, k, v: glue.packed_attention(q, k, v, padded, length, True, window, None, blocks), dynamic=False
     )
+    lists = glue.mask_blocks(mask, length, length, "shows", "zeros")
+    listed = torch.compile(lambda q, k, v: glue.masked_attention(q, k, v, mask, lists, "shows", "zeros"), dynamic=False)
     found: dict[str, Call] = {
         "dense": dense,
         "varlen by hand": varlen,
@@ -113,6 +119,13 @@ def variants(shape: Shape, ragged: bool) -> dict[str, Call]:
         "flex by hand": lambda q, k, v: compiled_flex(q, k, v, block_mask=block_mask, enable_gqa=True),
         "flex": flex,
     }
+    if not (reason := flash_attn4.unusable()):
+        found["flash4"] = lambda q, k, v: glue.packed_attention(
+            q, k, v, offsets, length, True, window, None, None, "flash4"
+        )
+    else:
+        print(f"without flash4: {reason}", flush=True)
+    found["flex, lists of the mask"] = listed
     if ragged:
         found["cudnn ragged"] = lambda q, k, v: cudnn_ragged(shape, q, k, v, offsets, longest)
     if length <= 1024:

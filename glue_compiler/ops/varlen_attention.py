@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from glue_compiler.compat import attention
+from glue_compiler.ops import flash_attn4
 
 
 @torch.library.custom_op("glue::varlen_attention", mutates_args=())
@@ -22,6 +23,7 @@ def varlen_attention(
     is_causal: bool,
     window: int,
     scale: float,
+    kernel: str = "flash2",
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention of each token to the tokens of its own document.
 
@@ -34,6 +36,7 @@ def varlen_attention(
         is_causal: a query sees no later key.
         window: -1, or how far back a query sees: ``0 <= q - k < window`` if causal, else ``|q - k| < window``.
         scale: multiplies the scores.
+        kernel: on CUDA, ``"flash2"``, or ``"flash4"`` where ``flash_attn4.unusable`` has nothing to say.
 
     Returns:
         ``[tokens, Hq, D]``, and the logsumexp of the scores ``[Hq, tokens]`` in fp32 (fp64 for fp64), which has no
@@ -47,21 +50,20 @@ def varlen_attention(
         RuntimeError: on CUDA, what FlashAttention does not support: other dtypes than fp16 and bf16, head sizes over
             256 or not divisible by 8.
 
-    Source: Dao, FlashAttention-2 (2023), on CUDA as torch ships it; on the CPU the textbook formula, one document
-    after the other.
+    Source: Dao, FlashAttention-2 (2023), on CUDA as torch ships it, and what ``flash_attn4`` names; on the CPU the
+    textbook formula, one document after the other.
     """
     _check(query, key, value, cu_seqlens, window)
     if query.is_cuda:
         query, key, value = (tensor.contiguous() for tensor in (query, key, value))
-        return attention.flash_varlen_forward(
-            query, key, value, cu_seqlens, max_seqlen, _sides(is_causal, window), scale
-        )
+        forward = flash_attn4.forward if kernel == "flash4" else attention.flash_varlen_forward
+        return forward(query, key, value, cu_seqlens, max_seqlen, _sides(is_causal, window), scale)
     with torch.autocast("cpu", enabled=False):  # what runs below an operator still sees autocast
         return _reference(query, key, value, cu_seqlens, is_causal, window, scale)
 
 
 @varlen_attention.register_fake
-def _(query, key, value, cu_seqlens, max_seqlen, is_causal, window, scale):  # type: ignore[no-untyped-def]
+def _(query, key, value, cu_seqlens, max_seqlen, is_causal, window, scale, kernel="flash2"):  # type: ignore[no-untyped-def]
     _check(query, key, value, cu_seqlens, window)
     return torch.empty_like(query, memory_format=torch.contiguous_format), _new_logsumexp(query)
 
@@ -79,19 +81,20 @@ def varlen_attention_backward(
     is_causal: bool,
     window: int,
     scale: float,
+    kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, in their shapes and dtypes; arguments as of ``varlen_attention``."""
     if query.is_cuda:
         grad, query, key, value = (tensor.contiguous() for tensor in (grad, query, key, value))
-        return attention.flash_varlen_backward(
-            grad, query, key, value, out, logsumexp, cu_seqlens, max_seqlen, _sides(is_causal, window), scale
-        )
+        backward = flash_attn4.backward if kernel == "flash4" else attention.flash_varlen_backward
+        sides = _sides(is_causal, window)
+        return backward(grad, query, key, value, out, logsumexp, cu_seqlens, max_seqlen, sides, scale)
     with torch.autocast("cpu", enabled=False):
         return _reference_backward(grad, query, key, value, out, logsumexp, cu_seqlens, is_causal, window, scale)
 
 
 @varlen_attention_backward.register_fake
-def _(grad, query, key, value, out, logsumexp, cu_seqlens, max_seqlen, is_causal, window, scale):  # type: ignore[no-untyped-def]
+def _(grad, query, key, value, out, logsumexp, cu_seqlens, max_seqlen, is_causal, window, scale, kernel):  # type: ignore[no-untyped-def]
     return tuple(torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (query, key, value))
 
 
@@ -209,7 +212,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     *saved, cu_seqlens = ctx.saved_tensors
-    return *varlen_attention_backward(grad, *saved, cu_seqlens, *ctx.settings), None, None, None, None, None
+    return *varlen_attention_backward(grad, *saved, cu_seqlens, *ctx.settings), *(None,) * 6
 
 
 varlen_attention.register_autograd(_backward, setup_context=_setup_context)

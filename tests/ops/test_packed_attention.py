@@ -274,7 +274,7 @@ def test_operators_keep_torchs_rules():
     detached = [each.detach() for each in inputs]
     out, logsumexp = varlen_attention(*detached, cu_seqlens, 4, True, -1, 0.5)
     backward = torch.ops.glue.varlen_attention_backward.default
-    torch.library.opcheck(backward, (out, *detached, out, logsumexp, cu_seqlens, 4, True, -1, 0.5))
+    torch.library.opcheck(backward, (out, *detached, out, logsumexp, cu_seqlens, 4, True, -1, 0.5, "flash2"))
     starts = documents()
     torch.library.opcheck(torch.ops.glue.exact_document_offsets.default, (starts,))
 

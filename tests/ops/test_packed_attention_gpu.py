@@ -9,10 +9,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-import glue_compiler.ops  # noqa: F401  registers torch.ops.glue
+from glue_compiler.ops import flash_attn4
 
 pytestmark = pytest.mark.gpu
 glue = torch.ops.glue
+KERNELS = [
+    "flex",
+    "flash2",
+    pytest.param("flash4", marks=pytest.mark.skipif(bool(flash_attn4.unusable()), reason=str(flash_attn4.unusable()))),
+]
 MASKS = list(itertools.product([True, False], [-1, 100]))
 
 
@@ -52,9 +57,9 @@ def packed(kernel: str, is_causal: bool, window: int):
 
     def call(starts: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         batch, _, length, _ = query.shape
-        if kernel == "varlen":
+        if kernel.startswith("flash"):
             cu_seqlens = glue.exact_document_offsets(starts)
-            return glue.packed_attention(query, key, value, cu_seqlens, length, is_causal, window)
+            return glue.packed_attention(query, key, value, cu_seqlens, length, is_causal, window, None, None, kernel)
         cu_seqlens = glue.document_offsets(starts)
         blocks = glue.document_blocks(cu_seqlens, batch, length, is_causal, window)
         return glue.packed_attention(query, key, value, cu_seqlens, length, is_causal, window, None, blocks)
@@ -64,7 +69,7 @@ def packed(kernel: str, is_causal: bool, window: int):
 
 @pytest.mark.parametrize(("length", "size"), [(300, 64), (1024, 128)])
 @pytest.mark.parametrize(("is_causal", "window"), MASKS)
-@pytest.mark.parametrize("kernel", ["flex", "varlen"])
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_no_further_from_fp64_than_the_dense_mask(kernel, is_causal, window, length, size):
     starts, inputs = documents(length, 2), leaves(length, 2, size)
     mask = dense_mask(starts, is_causal, window)

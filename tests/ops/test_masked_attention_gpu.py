@@ -1,0 +1,99 @@
+"""masked_attention's kernels on a GPU against fp64, compiled by Inductor; mask_blocks' kernel and its reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from glue_compiler.ops import mask_blocks
+from tests.ops.test_masked_attention import boolean_masks, leaves, with_gradients, written_out
+
+pytestmark = pytest.mark.gpu
+glue = torch.ops.glue
+SIZES = [(256, 256), (300, 300), (130, 400)]
+
+
+def compiled(kind: str, empty_rows: str, **settings):
+    """(mask, query, key, value, *sinks) → attention by lists, compiled by Inductor."""
+
+    def call(mask: Tensor, q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Tensor:
+        lists = glue.mask_blocks(mask, q.shape[2], k.shape[2], kind, empty_rows)
+        sink = sinks[0] if sinks else None
+        return glue.masked_attention(q, k, v, mask, lists, kind, empty_rows, sinks=sink, **settings)
+
+    return torch.compile(call, fullgraph=True)
+
+
+def assert_as_exact(call, dense, inputs: list[Tensor], mask: Tensor) -> None:
+    """No further from fp64 than what has the whole mask."""
+    got = with_gradients(lambda *given: call(mask, *given), inputs)
+    exact = [each.detach().double().requires_grad_() for each in inputs]
+    for ours, theirs, truth in zip(got, with_gradients(dense, inputs), with_gradients(dense, exact), strict=True):
+        error, allowed = ((each.double() - truth).norm() / truth.norm() for each in (ours, theirs))
+        assert error < 1.5 * allowed + 1e-3
+
+
+def on_gpu(*sizes: int) -> list[Tensor]:
+    return [each.detach().cuda().bfloat16().requires_grad_() for each in leaves(*sizes)]
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("name", list(boolean_masks(2, 2)))
+@pytest.mark.parametrize(("kind", "empty_rows"), [("shows", "zeros"), ("hides", "mean")])
+def test_boolean_masks(sizes, name, kind, empty_rows):
+    mask, inputs = boolean_masks(*sizes)[name].cuda(), on_gpu(*sizes)
+
+    def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = written_out(mask, fill=torch.finfo(q.dtype).min)(q, k, v)
+        return out.where(mask.any(-1, keepdim=True), 0.0) if empty_rows == "zeros" else out
+
+    assert_as_exact(compiled(kind, empty_rows), dense, inputs, mask if kind == "shows" else ~mask)
+
+
+@pytest.mark.parametrize("least", [-1e9, torch.finfo(torch.bfloat16).min], ids=str)
+@pytest.mark.parametrize("name", ["causal", "prefix", "random", "by row", "hidden block"])
+def test_numbers_that_are_added(name, least):
+    shown = boolean_masks(300, 300)[name].cuda()
+    mask = torch.randn(shown.shape, device="cuda", dtype=torch.bfloat16).masked_fill(~shown, least)
+    mask[..., 7, :] = least  # a query that sees nothing but such numbers
+    assert_as_exact(compiled("added", "nan"), written_out(mask, added=True), on_gpu(300, 300), mask)
+
+
+def test_soft_caps_and_sinks():
+    mask = boolean_masks(300, 300)["window"].cuda()
+    inputs = [*on_gpu(300, 300), torch.randn(4, device="cuda", dtype=torch.bfloat16).requires_grad_()]
+    assert_as_exact(compiled("shows", "zeros", softcap=0.7), written_out(mask, softcap=0.7), inputs, mask)
+
+
+def test_a_mask_that_the_graph_computes():
+    ids = torch.arange(300, device="cuda") // 70
+
+    def call(ids: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        (mask,) = glue.materialized([ids[:, None] >= ids])
+        lists = glue.mask_blocks(mask, q.shape[2], k.shape[2], "shows", "zeros")
+        return glue.masked_attention(q, k, v, mask, lists, "shows", "zeros")
+
+    dense = written_out(ids[:, None] >= ids)
+    assert_as_exact(torch.compile(call, fullgraph=True), dense, on_gpu(300, 300), ids)
+
+
+def test_lengths_that_vary_take_two_graphs():
+    call = compiled("shows", "zeros")
+    for length in (256, 300, 700, 129, 1000):
+        mask, inputs = boolean_masks(length, length)["prefix"].cuda(), on_gpu(length, length)
+        with torch._dynamo.config.patch(error_on_recompile=length > 300):
+            assert_as_exact(call, written_out(mask), inputs, mask)
+
+
+@pytest.mark.parametrize("sizes", [*SIZES, (1, 1), (1, 500)], ids=str)
+@pytest.mark.parametrize("name", list(boolean_masks(2, 2)))
+@pytest.mark.parametrize("kind", ["shows", "hides", "added"])
+@pytest.mark.parametrize("empty_rows", ["zeros", "mean"])
+def test_the_kernel_lists_what_the_reference_lists(sizes, name, kind, empty_rows):
+    mask = boolean_masks(*sizes)[name]
+    mask = {"shows": mask, "hides": ~mask, "added": torch.zeros(mask.shape).masked_fill(~mask, -1e9)}[kind]
+    wanted = mask_blocks(mask, *sizes, kind, empty_rows)
+    for same in (mask, mask.transpose(-1, -2).contiguous().transpose(-1, -2)):
+        for got, want in zip(mask_blocks(same.cuda(), *sizes, kind, empty_rows), wanted, strict=True):
+            assert torch.equal(got.cpu(), want)
