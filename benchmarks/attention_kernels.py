@@ -111,7 +111,13 @@ def variants(shape: Shape, ragged: bool) -> dict[str, Call]:
         lambda q, k, v: glue.packed_attention(q, k, v, padded, length, True, window, None, blocks), dynamic=False
     )
     lists = glue.mask_blocks(mask, length, length, "shows", "zeros")
-    listed = torch.compile(lambda q, k, v: glue.masked_attention(q, k, v, mask, lists, "shows", "zeros"), dynamic=False)
+
+    def listed(implementation: str) -> Call:
+        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return glue.masked_attention(q, k, v, mask, lists, "shows", "zeros", implementation=implementation)
+
+        return torch.compile(call, dynamic=False)
+
     found: dict[str, Call] = {
         "dense": dense,
         "varlen by hand": varlen,
@@ -119,13 +125,14 @@ def variants(shape: Shape, ragged: bool) -> dict[str, Call]:
         "flex by hand": lambda q, k, v: compiled_flex(q, k, v, block_mask=block_mask, enable_gqa=True),
         "flex": flex,
     }
-    if not (reason := flash_attn4.unusable()):
+    found["flex, lists of the mask"] = listed("flex")
+    if reason := flash_attn4.unusable():
+        print(f"without flash4: {reason}", flush=True)
+    else:
         found["flash4"] = lambda q, k, v: glue.packed_attention(
             q, k, v, offsets, length, True, window, None, None, "flash4"
         )
-    else:
-        print(f"without flash4: {reason}", flush=True)
-    found["flex, lists of the mask"] = listed
+        found["flash4, lists of the mask"] = listed("flash4")
     if ragged:
         found["cudnn ragged"] = lambda q, k, v: cudnn_ragged(shape, q, k, v, offsets, longest)
     if length <= 1024:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from glue_compiler.compat import attention
 from glue_compiler.ops.autocast import in_autocast_dtype
+from glue_compiler.ops.block_sparse_attention import block_sparse_attention
 from glue_compiler.ops.composite import composite
 from glue_compiler.ops.document_blocks import BLOCK
 from glue_compiler.ops.mask_blocks import as_four
@@ -16,7 +17,8 @@ from glue_compiler.ops.mask_blocks import as_four
 
 @composite(
     "(Tensor query, Tensor key, Tensor value, Tensor mask, Tensor[] lists, str kind, str empty_rows, "
-    "float? scale=None, float? softcap=None, Tensor? sinks=None) -> Tensor"
+    "float? scale=None, float? softcap=None, Tensor? sinks=None, Tensor? bias=None, "
+    "str implementation='flex') -> Tensor"
 )
 def masked_attention(
     query: Tensor,
@@ -29,6 +31,8 @@ def masked_attention(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    bias: Tensor | None = None,
+    implementation: str = "flex",
 ) -> Tensor:
     """``scaled_dot_product_attention`` under a mask of which whole blocks hide everything.
 
@@ -44,6 +48,10 @@ def masked_attention(
         scale: multiplies the scores; None: ``1 / sqrt(D)``.
         softcap: scores become ``softcap * tanh(score / softcap)`` before the mask.
         sinks: floating ``[Hq]``: a score of one more key for each query, whose value is zero.
+        bias: floating, broadcastable to ``[B, Hq, Q, K]``, without a gradient: is added to the scores beside a boolean
+            mask, in memory as that is.
+        implementation: ``"flex"``: flex_attention, of which only Inductor makes a kernel. ``"flash4"``:
+            ``block_sparse_attention``, for boolean masks without any of soft cap, sinks, bias and means.
 
     Returns:
         ``[B, Hq, Q, D]``.
@@ -54,10 +62,15 @@ def masked_attention(
     """
     query, key, value = in_autocast_dtype(query, key, value)
     scale = 1 / math.sqrt(query.shape[3]) if scale is None else scale
+    if implementation == "flash4":
+        shape = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+        out, _ = block_sparse_attention(query, key, value, mask.expand(shape), lists[:8], kind == "hides", scale)
+        return out.masked_fill(lists[8][..., None], float("nan")) if empty_rows == "nan" else out
     elements = _Elements(as_four(mask))
     *blocks, empty = lists[:9]
     # Of numbers that are added rows have an offset in place of that they are empty.
     rows = _Elements(as_four(lists[-1][..., None]))
+    biases = _Elements(as_four(bias)) if bias is not None else None
     is_mean = empty_rows == "mean" and kind != "added"
 
     def is_seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor, *tensors: Tensor) -> Tensor:
@@ -78,10 +91,20 @@ def masked_attention(
             # In this order, so that a number that swallows the score does so here too. Without the offset backward
             # would take a difference of two such numbers for the logarithm of a weight.
             return (score + number) - offset
+        if biases is not None:
+            score = score + biases.at(tensors[-1], batch, head, query, key).to(score.dtype)
         return torch.where(rows.at(tensors[0], batch, head, query, key), 0.0, score) if is_mean else score
 
-    of_mask = (elements.tensor, *((rows.tensor,) if is_mean else ())) if kind != "added" else ()
-    of_score = (elements.tensor, rows.tensor) if kind == "added" else (rows.tensor,) if is_mean else ()
+    of_mask: tuple[Tensor, ...] = ()
+    of_score: tuple[Tensor, ...] = ()
+    if kind == "added":
+        of_score = (elements.tensor, rows.tensor)
+    elif is_mean:
+        of_mask, of_score = (elements.tensor, rows.tensor), (rows.tensor,)
+    else:
+        of_mask = (elements.tensor,)
+    if biases is not None:
+        of_score = (*of_score, biases.tensor)
     score = changed if of_score or softcap is not None else None
     dtype = query.dtype if query.is_cuda else torch.promote_types(query.dtype, torch.float32)
     with torch.autocast(query.device.type, enabled=False):
@@ -98,12 +121,17 @@ def masked_attention(
 
 
 class _Elements:
-    """A tensor of four dimensions as kernels read it: without those of size 1, over which it is broadcast."""
+    """A tensor of four dimensions as kernels read it: without those of size 1, over which it is broadcast.
+
+    The last one stays if there is no other: flex_attention's graphs must read by an index.
+    """
 
     def __init__(self, four: Tensor) -> None:
         self.is_read = [not (isinstance(size, int) and size == 1) for size in four.shape]
+        self.is_single = not any(self.is_read)
+        self.is_read[-1] |= self.is_single
         self.tensor = four[tuple(slice(None) if is_read else 0 for is_read in self.is_read)]
 
     def at(self, tensor: Tensor, *places: Tensor) -> Tensor:
         index = [place for place, is_read in zip(places, self.is_read, strict=True) if is_read]
-        return tensor[tuple(index)] if index else tensor
+        return tensor[index[0] * 0] if self.is_single else tensor[tuple(index)]

@@ -141,7 +141,7 @@ def _(tensors: list[Tensor]) -> list[Tensor]:
 
 @composite(
     "(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens, SymInt max_seqlen, bool is_causal, int window=-1, "
-    "float? scale=None, Tensor[]? blocks=None, str kernel='flash2') -> Tensor"
+    "float? scale=None, Tensor[]? blocks=None, str implementation='flash2') -> Tensor"
 )
 def packed_attention(
     query: Tensor,
@@ -153,7 +153,7 @@ def packed_attention(
     window: int = -1,
     scale: float | None = None,
     blocks: list[Tensor] | None = None,
-    kernel: str = "flash2",
+    implementation: str = "flash2",
 ) -> Tensor:
     """``scaled_dot_product_attention`` within the documents of a packed batch.
 
@@ -168,7 +168,7 @@ def packed_attention(
         blocks: of ``document_blocks`` with the same arguments: the kernel is then flex_attention, which only Inductor
             makes a kernel of. None: ``varlen_attention``. Queries that see no key at all get zeros, and so do their
             gradients, as under a boolean mask of ``scaled_dot_product_attention``.
-        kernel: of ``varlen_attention``, without ``blocks``.
+        implementation: of ``varlen_attention``, without ``blocks``.
 
     Returns:
         ``[B, Hq, T, D]``, strides of a transposed ``[B, T, Hq, D]`` without ``blocks``.
@@ -193,7 +193,7 @@ def packed_attention(
             q, k, v = query.to(dtype), key.to(dtype), value.to(dtype)
             return attention.flex_attention(q, k, v, lists, BLOCK, mask, (*ends, *seen), scale)[0].to(query.dtype)
     flat = (tensor.transpose(1, 2).reshape(batch * length, tensor.shape[1], size) for tensor in (query, key, value))
-    out, _ = varlen_attention(*flat, cu_seqlens, max_seqlen, is_causal, window, scale, kernel)
+    out, _ = varlen_attention(*flat, cu_seqlens, max_seqlen, is_causal, window, scale, implementation)
     return out.view(batch, length, heads, size).transpose(1, 2)
 
 

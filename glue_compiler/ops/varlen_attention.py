@@ -23,7 +23,7 @@ def varlen_attention(
     is_causal: bool,
     window: int,
     scale: float,
-    kernel: str = "flash2",
+    implementation: str = "flash2",
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention of each token to the tokens of its own document.
 
@@ -36,7 +36,7 @@ def varlen_attention(
         is_causal: a query sees no later key.
         window: -1, or how far back a query sees: ``0 <= q - k < window`` if causal, else ``|q - k| < window``.
         scale: multiplies the scores.
-        kernel: on CUDA, ``"flash2"``, or ``"flash4"`` where ``flash_attn4.unusable`` has nothing to say.
+        implementation: on CUDA, ``"flash2"``, or ``"flash4"`` where ``flash_attn4.unusable`` has nothing to say.
 
     Returns:
         ``[tokens, Hq, D]``, and the logsumexp of the scores ``[Hq, tokens]`` in fp32 (fp64 for fp64), which has no
@@ -56,14 +56,14 @@ def varlen_attention(
     _check(query, key, value, cu_seqlens, window)
     if query.is_cuda:
         query, key, value = (tensor.contiguous() for tensor in (query, key, value))
-        forward = flash_attn4.forward if kernel == "flash4" else attention.flash_varlen_forward
+        forward = flash_attn4.forward if implementation == "flash4" else attention.flash_varlen_forward
         return forward(query, key, value, cu_seqlens, max_seqlen, _sides(is_causal, window), scale)
     with torch.autocast("cpu", enabled=False):  # what runs below an operator still sees autocast
         return _reference(query, key, value, cu_seqlens, is_causal, window, scale)
 
 
 @varlen_attention.register_fake
-def _(query, key, value, cu_seqlens, max_seqlen, is_causal, window, scale, kernel="flash2"):  # type: ignore[no-untyped-def]
+def _(query, key, value, cu_seqlens, max_seqlen, is_causal, window, scale, implementation="flash2"):  # type: ignore[no-untyped-def]
     _check(query, key, value, cu_seqlens, window)
     return torch.empty_like(query, memory_format=torch.contiguous_format), _new_logsumexp(query)
 
@@ -81,12 +81,12 @@ def varlen_attention_backward(
     is_causal: bool,
     window: int,
     scale: float,
-    kernel: str,
+    implementation: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, in their shapes and dtypes; arguments as of ``varlen_attention``."""
     if query.is_cuda:
         grad, query, key, value = (tensor.contiguous() for tensor in (grad, query, key, value))
-        backward = flash_attn4.backward if kernel == "flash4" else attention.flash_varlen_backward
+        backward = flash_attn4.backward if implementation == "flash4" else attention.flash_varlen_backward
         sides = _sides(is_causal, window)
         return backward(grad, query, key, value, out, logsumexp, cu_seqlens, max_seqlen, sides, scale)
     with torch.autocast("cpu", enabled=False):
@@ -94,7 +94,7 @@ def varlen_attention_backward(
 
 
 @varlen_attention_backward.register_fake
-def _(grad, query, key, value, out, logsumexp, cu_seqlens, max_seqlen, is_causal, window, scale, kernel):  # type: ignore[no-untyped-def]
+def _(grad, query, key, value, out, logsumexp, cu_seqlens, max_seqlen, is_causal, window, scale, implementation):  # type: ignore[no-untyped-def]
     return tuple(torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (query, key, value))
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from glue_compiler.ops import mask_blocks
+from glue_compiler.ops import flash_attn4, mask_blocks
 from tests.ops.test_masked_attention import boolean_masks, leaves, with_gradients, written_out
 
 pytestmark = pytest.mark.gpu
@@ -30,33 +30,45 @@ def assert_as_exact(call, dense, inputs: list[Tensor], mask: Tensor) -> None:
     got = with_gradients(lambda *given: call(mask, *given), inputs)
     exact = [each.detach().double().requires_grad_() for each in inputs]
     for ours, theirs, truth in zip(got, with_gradients(dense, inputs), with_gradients(dense, exact), strict=True):
-        error, allowed = ((each.double() - truth).norm() / truth.norm() for each in (ours, theirs))
-        assert error < 1.5 * allowed + 1e-3
+        error, allowed = ((each.double() - truth).norm() for each in (ours, theirs))
+        assert error <= 1.5 * allowed + 1e-3 * truth.norm()
 
 
 def on_gpu(*sizes: int) -> list[Tensor]:
     return [each.detach().cuda().bfloat16().requires_grad_() for each in leaves(*sizes)]
 
 
+FLASH4 = pytest.mark.skipif(bool(flash_attn4.unusable()), reason=str(flash_attn4.unusable()))
+
+
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("name", list(boolean_masks(2, 2)))
-@pytest.mark.parametrize(("kind", "empty_rows"), [("shows", "zeros"), ("hides", "mean")])
-def test_boolean_masks(sizes, name, kind, empty_rows):
+@pytest.mark.parametrize(
+    ("kind", "empty_rows", "implementation"),
+    [
+        ("shows", "zeros", "flex"),
+        ("hides", "mean", "flex"),
+        pytest.param("shows", "zeros", "flash4", marks=FLASH4),
+        pytest.param("hides", "zeros", "flash4", marks=FLASH4),
+    ],
+)
+def test_boolean_masks(sizes, name, kind, empty_rows, implementation):
     mask, inputs = boolean_masks(*sizes)[name].cuda(), on_gpu(*sizes)
 
     def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = written_out(mask, fill=torch.finfo(q.dtype).min)(q, k, v)
         return out.where(mask.any(-1, keepdim=True), 0.0) if empty_rows == "zeros" else out
 
-    assert_as_exact(compiled(kind, empty_rows), dense, inputs, mask if kind == "shows" else ~mask)
+    call = compiled(kind, empty_rows, implementation=implementation)
+    assert_as_exact(call, dense, inputs, mask if kind == "shows" else ~mask)
 
 
 @pytest.mark.parametrize("least", [-1e9, torch.finfo(torch.bfloat16).min], ids=str)
-@pytest.mark.parametrize("name", ["causal", "prefix", "random", "by row", "hidden block"])
+@pytest.mark.parametrize("name", ["causal", "prefix", "random", "by row"])
 def test_numbers_that_are_added(name, least):
     shown = boolean_masks(300, 300)[name].cuda()
     mask = torch.randn(shown.shape, device="cuda", dtype=torch.bfloat16).masked_fill(~shown, least)
-    mask[..., 7, :] = least  # a query that sees nothing but such numbers
+    mask[..., -1, :] = least  # a query that sees nothing but such numbers
     assert_as_exact(compiled("added", "nan"), written_out(mask, added=True), on_gpu(300, 300), mask)
 
 
@@ -78,8 +90,9 @@ def test_a_mask_that_the_graph_computes():
     assert_as_exact(torch.compile(call, fullgraph=True), dense, on_gpu(300, 300), ids)
 
 
-def test_lengths_that_vary_take_two_graphs():
-    call = compiled("shows", "zeros")
+@pytest.mark.parametrize("implementation", ["flex", pytest.param("flash4", marks=FLASH4)])
+def test_lengths_that_vary_take_two_graphs(implementation):
+    call = compiled("shows", "zeros", implementation=implementation)
     for length in (256, 300, 700, 129, 1000):
         mask, inputs = boolean_masks(length, length)["prefix"].cuda(), on_gpu(length, length)
         with torch._dynamo.config.patch(error_on_recompile=length > 300):
