@@ -10,6 +10,7 @@ from typing import Any
 import sympy
 import torch
 from torch._dispatch.python import enable_python_dispatcher
+from torch._guards import TracingContext
 
 
 def fake_mode_of(tensors: Sequence[torch.Tensor]) -> Any | None:
@@ -55,10 +56,25 @@ def speculation(fake_mode: Any, shape_env: Any) -> Iterator[None]:
         stack.enter_context(enable_python_dispatcher())  # composites in C++ take no symbolic sizes
         if fake_mode is not None:
             stack.enter_context(fake_mode)
+            stack.enter_context(_traced_in(fake_mode))
         if shape_env is not None:
             stack.enter_context(shape_env.suppress_guards())
             stack.enter_context(shape_env.ignore_fresh_unbacked_symbols())
         yield
+
+
+@contextlib.contextmanager
+def _traced_in(fake_mode: Any) -> Iterator[None]:
+    """Higher-order operators take the mode of the trace for their functions, and Dynamo has one of its own there."""
+    context = TracingContext.try_get()
+    if context is None:
+        yield
+        return
+    outer, context.fake_mode = context.fake_mode, fake_mode
+    try:
+        yield
+    finally:
+        context.fake_mode = outer
 
 
 @contextlib.contextmanager

@@ -19,14 +19,17 @@ class Costs:
         metadata: offsets and block lists of a batch, once.
         saved: (tokens in a row, what a layer saves from there on), ascending. Rows shorter than the first were not
             measured and count as saving nothing.
+        listed: queries from which on a layer saves more than block lists of a mask's own values cost. How many layers
+            share them is not known: each may be in a graph of its own.
     """
 
     metadata: float
     saved: tuple[tuple[int, float], ...]
+    listed: int
 
 
 MEASURED: dict[Capability, Costs] = {
-    (9, 0): Costs(metadata=29, saved=((256, 16), (512, 35), (1024, 78))),
+    (9, 0): Costs(metadata=29, saved=((256, 16), (512, 35), (1024, 78)), listed=512),
 }
 """By compute capability."""
 ASSUMED = MEASURED[9, 0]
@@ -45,3 +48,12 @@ def pays(capability: Capability | None, length: int | None, layers: int) -> bool
     costs = MEASURED.get(capability, ASSUMED)
     saved = max((each for least, each in costs.saved if length >= least), default=0.0)
     return saved * layers > costs.metadata
+
+
+def lists_pay(capability: Capability | None, queries: int | None) -> bool:
+    """Does a layer with a mask that is read when the graph runs save more than block lists of it cost?
+
+    Args:
+        capability, queries: as of :func:`pays`.
+    """
+    return capability is None or queries is None or queries >= MEASURED.get(capability, ASSUMED).listed

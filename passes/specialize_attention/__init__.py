@@ -1,4 +1,4 @@
-"""specialize_attention: attention whose mask is proved to be causal, packed, a window or padding loses its mask."""
+"""specialize_attention: attention loses a mask that is proved, and reads one that is not over block lists."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from glue_compiler.passes.specialize_attention.rewrite import apply_plan
 
 
 class SpecializeAttention(GraphPass):
-    """Compute attention without its mask, where the mask is proved to say what a kernel knows by itself.
+    """Compute attention without its mask, where the mask is proved to say what a kernel knows by itself, and under any
+    other mask over the blocks in which it shows a key.
 
-    Counts: ``unmasked``, ``causal`` and ``packed`` attentions by the form that they took, ``nodes_erased``.
+    Counts: ``unmasked``, ``causal``, ``packed`` and ``listed`` attentions by the form that they took, ``nodes_erased``.
     """
 
     name: ClassVar[str] = "specialize_attention"

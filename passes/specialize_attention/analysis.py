@@ -1,4 +1,4 @@
-"""Which attentions of a graph need no mask, and what takes their place."""
+"""Which attentions of a graph need no mask, or only block lists of it, and what takes their place."""
 
 from __future__ import annotations
 
@@ -16,29 +16,39 @@ from glue_compiler.fx.value_numbering import Numbering
 from glue_compiler.fx.values import expression, source_line, value_of
 from glue_compiler.graph_pass import Skip
 from glue_compiler.ops.attention_choice import AttentionCall, Kernel, choose, unsupported
-from glue_compiler.ops.attention_costs import pays
+from glue_compiler.ops.attention_costs import lists_pay, pays
 from glue_compiler.options import Compiler
-from glue_compiler.passes.specialize_attention.attention_calls import AttentionSite, attention_sites
+from glue_compiler.passes.specialize_attention.attention_calls import attention_sites
+from glue_compiler.passes.specialize_attention.attention_parts import AttentionSite
+from glue_compiler.passes.specialize_attention.listed_masks import ListedMask, listed_mask
 from glue_compiler.passes.specialize_attention.masks import UnknownMask, Visibility, classify_mask
 from glue_compiler.passes.specialize_attention.memory_layouts import layout_of
 from glue_compiler.passes.specialize_attention.metadata_places import MetadataPlace, metadata_place
 
-Form = Literal["unmasked", "causal", "packed"]
+Form = Literal["unmasked", "causal", "packed", "listed"]
 """``unmasked``: sdpa without a mask. ``causal``: sdpa with ``is_causal``. ``packed``: within documents, a
-window, or without padding."""
+window, or without padding. ``listed``: over the blocks in which the mask shows a key, by its values."""
 
 
 @dataclass(frozen=True)
 class Replacement:
-    """``site`` computes what ``form`` computes without a mask. ``kernel`` serves ``call``, of ``"packed"``; its
-    metadata is computed at ``metadata``."""
+    """``site`` computes what ``form`` computes.
+
+    Attributes:
+        visibility: what the mask is proved to show; None of ``"listed"``.
+        kernel: serves ``call``, of ``"packed"`` and ``"listed"``.
+        metadata: where that of ``"packed"`` is computed.
+        mask: of ``"listed"``, which was not specialised for the reason ``unknown``.
+    """
 
     site: AttentionSite
-    visibility: Visibility
+    visibility: Visibility | None
     form: Form
     kernel: Kernel | None = None
     call: AttentionCall | None = None
     metadata: MetadataPlace | None = None
+    mask: ListedMask | None = None
+    unknown: str = ""
 
 
 @dataclass
@@ -57,8 +67,7 @@ def plan_attention(numbering: Numbering, reader: IndexReader, compiler: Compiler
                 plan.skips.append(_skip(*found))
                 continue
             try:
-                visibility = _visibility(found, reader, assume_sorted, seen)
-                plan.replacements.append(_replacement(found, visibility, reader, compiler))
+                plan.replacements.append(_planned(found, reader, compiler, assume_sorted, seen))
             except UnknownMask as reason:
                 plan.skips.append(_skip(found.output, str(reason)))
     _leave_what_does_not_pay(plan)
@@ -68,10 +77,40 @@ def plan_attention(numbering: Numbering, reader: IndexReader, compiler: Compiler
     return plan
 
 
+def _planned(
+    site: AttentionSite,
+    reader: IndexReader,
+    compiler: Compiler,
+    assume_sorted: bool,
+    seen: dict[Any, Visibility | UnknownMask],
+) -> Replacement:
+    if layout_of(value_of(site.output)) is None:
+        raise UnknownMask("the result is laid out in memory in a way of its own")
+    heads = [value_of(node).shape[1] for node in (site.query, site.grouped_key)]
+    if site.is_grouped and not all(isinstance(number, int) for number in heads):
+        raise UnknownMask(
+            "how many query heads share a key head is not known when the graph is compiled; "
+            "torch._dynamo.mark_static makes it known"
+        )
+    try:
+        return _replacement(site, _visibility(site, reader, assume_sorted, seen), reader, compiler)
+    except UnknownMask as unknown:
+        if site.mask is None:
+            raise
+        try:
+            mask = listed_mask(site, reader)
+            call, kernel = _kernel(site, compiler, hides_keys=True)
+        except UnknownMask as reason:
+            raise UnknownMask(f"{unknown}; and no block lists are made of it, because {reason}") from None
+        return Replacement(site, None, "listed", kernel, call, mask=mask, unknown=str(unknown))
+
+
 def _visibility(
     site: AttentionSite, reader: IndexReader, assume_sorted: bool, seen: dict[Any, Visibility | UnknownMask]
 ) -> Visibility:
     """The mask's meaning; layers share masks, so each is read once."""
+    if not site.is_square:
+        raise UnknownMask("there are not provably as many keys as queries (a cache of earlier keys?)")
     if site.mask is None:
         return Visibility()
     batch, _, length, _ = map(expression, value_of(site.query).shape)
@@ -88,18 +127,13 @@ def _visibility(
 
 
 def _replacement(site: AttentionSite, visibility: Visibility, reader: IndexReader, compiler: Compiler) -> Replacement:
+    if site.softcap is not None or site.sinks is not None:
+        changed = "its scores are capped" if site.sinks is None else "it has attention sinks"
+        raise UnknownMask(f"the mask is {visibility.name}, but {changed}, which takes block lists of a mask")
     if visibility.keys and (site.inside or site.mask is None or site.mask.role != "shows"):
         raise UnknownMask(
             f"the mask is {visibility.name}, and which keys a query that sees none of them gets instead depends on the "
             "scores; a boolean mask of scaled_dot_product_attention gives zeros, and would be specialised"
-        )
-    if layout_of(value_of(site.output)) is None:
-        raise UnknownMask(f"the mask is {visibility.name}, but the result is laid out in memory in a way of its own")
-    heads = [value_of(node).shape[1] for node in (site.query, site.grouped_key)]
-    if site.is_grouped and not all(isinstance(number, int) for number in heads):
-        raise UnknownMask(
-            f"the mask is {visibility.name}, but how many query heads share a key head is not known when the graph is "
-            "compiled; torch._dynamo.mark_static makes it known"
         )
     if not visibility.documents and not visibility.keys and visibility.window < 0:
         if site.inside and compiler == "inductor" and not has_sdpa_backward(value_of(site.output)):
@@ -107,36 +141,61 @@ def _replacement(site: AttentionSite, visibility: Visibility, reader: IndexReade
                 f"the mask is {visibility.name}, but Inductor of this torch fails on sdpa's backward in fp64"
             )
         return Replacement(site, visibility, "causal" if visibility.is_causal else "unmasked")
-    query, key, value = (value_of(node) for node in (site.query, site.grouped_key, site.grouped_value))
-    sizes = expression(query.shape[3]), expression(value.shape[3])
-    if sizes[0] != sizes[1] and not all(isinstance(size, int) for size in sizes):
-        # Symbols must not be compared: that is a guard, and theirs may have no source.
-        raise UnknownMask(f"the mask is {visibility.name}, but keys and values are not proved to be of one size")
-    # On record is the dtype that autocast has made of the operands.
-    dtype: torch.dtype = value_of(site.output).dtype
-    call = AttentionCall.of(query, key, value, site.dropout)
-    call = dataclasses.replace(call, dtype=dtype, hides_keys=bool(visibility.keys))
-    kernel = choose(call, compiler)
-    if kernel is None:
-        raise UnknownMask(f"the mask is {visibility.name}, but {unsupported(call, compiler)}")
+    try:
+        call, kernel = _kernel(site, compiler, hides_keys=bool(visibility.keys))
+    except UnknownMask as reason:
+        raise UnknownMask(f"the mask is {visibility.name}, but {reason}") from None
     place = metadata_place(site, visibility, reader)
     return Replacement(site, visibility, "packed", kernel, call, place)
 
 
+def _kernel(site: AttentionSite, compiler: Compiler, *, hides_keys: bool) -> tuple[AttentionCall, Kernel]:
+    """The kernel for documents, or for single keys that are hidden.
+
+    Raises:
+        UnknownMask: there is none.
+    """
+    query, key, value = (value_of(node) for node in (site.query, site.grouped_key, site.grouped_value))
+    sizes = expression(query.shape[3]), expression(value.shape[3])
+    if sizes[0] != sizes[1] and not all(isinstance(size, int) for size in sizes):
+        # Symbols must not be compared: that is a guard, and theirs may have no source.
+        raise UnknownMask("keys and values are not proved to be of one size")
+    # On record is the dtype that autocast has made of the operands.
+    dtype: torch.dtype = value_of(site.output).dtype
+    call = AttentionCall.of(query, key, value, site.dropout)
+    call = dataclasses.replace(call, dtype=dtype, hides_keys=hides_keys)
+    kernel = choose(call, compiler)
+    if kernel is None:
+        raise UnknownMask(str(unsupported(call, compiler)))
+    return call, kernel
+
+
 def _leave_what_does_not_pay(plan: Plan) -> None:
     """Turn replacements into skips where a batch's metadata takes longer than the layers that share it save."""
-    packed = [each for each in plan.replacements if each.call is not None]
-    layers = Counter((each.visibility, each.call.length) for each in packed if each.call is not None)
-    for each in packed:
-        assert each.call is not None
-        number = layers[each.visibility, each.call.length]
-        if not pays(each.call.capability, each.call.length, number):
-            plan.replacements.remove(each)
+    layers = Counter(
+        (each.visibility, each.call.length) for each in plan.replacements if each.visibility and each.call is not None
+    )
+    for each in tuple(plan.replacements):
+        if each.call is None:
+            continue
+        capability, length = each.call.capability, each.call.length
+        if each.visibility is None:
+            if lists_pay(capability, length):
+                continue
             reason = (
-                f"the mask is {each.visibility.name}, and for {number} layers of {each.call.length} tokens it costs "
+                f"{each.unknown}; and for {length} queries it costs less time than block lists of it; more of them "
+                "would be specialised"
+            )
+        else:
+            number = layers[each.visibility, length]
+            if pays(capability, length, number):
+                continue
+            reason = (
+                f"the mask is {each.visibility.name}, and for {number} layers of {length} tokens it costs "
                 "less time than block lists; longer rows would be specialised"
             )
-            plan.skips.append(_skip(each.site.output, reason))
+        plan.replacements.remove(each)
+        plan.skips.append(_skip(each.site.output, reason))
 
 
 def _skip(node: fx.Node, reason: str) -> Skip:

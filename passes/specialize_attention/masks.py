@@ -11,7 +11,7 @@ import torch
 from glue_compiler.fx.index_expressions import IndexReader, Unreadable
 from glue_compiler.fx.index_numbers import as_boolean, as_number, holds_where, is_selected_constant
 from glue_compiler.fx.index_views import NotAView
-from glue_compiler.passes.specialize_attention.attention_calls import Mask
+from glue_compiler.passes.specialize_attention.attention_parts import Mask
 from glue_compiler.passes.specialize_attention.documents import (
     BATCH,
     HEAD,

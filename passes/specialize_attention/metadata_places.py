@@ -14,7 +14,7 @@ from torch import fx
 from glue_compiler.fx.index_expressions import IndexReader
 from glue_compiler.fx.value_numbering import Numbering, Scope
 from glue_compiler.fx.values import expression, value_of
-from glue_compiler.passes.specialize_attention.attention_calls import AttentionSite
+from glue_compiler.passes.specialize_attention.attention_parts import AttentionSite
 from glue_compiler.passes.specialize_attention.documents import BATCH, KEY, TOKEN
 from glue_compiler.passes.specialize_attention.masks import UnknownMask, Visibility
 

@@ -1,4 +1,4 @@
-"""Writes attentions without their masks, and erases what only the masks needed."""
+"""Writes attentions without their masks, or over block lists of them, and erases what only the masks needed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from glue_compiler.fx.index_expressions import IndexReader
 from glue_compiler.fx.value_numbering import Numbering
 from glue_compiler.fx.values import expression, requires_grad, storages_of, value_of
 from glue_compiler.passes.specialize_attention.analysis import Plan, Replacement
-from glue_compiler.passes.specialize_attention.attention_calls import AttentionSite
+from glue_compiler.passes.specialize_attention.attention_parts import AttentionSite
+from glue_compiler.passes.specialize_attention.listed_masks import ListedMask
 from glue_compiler.passes.specialize_attention.memory_layouts import has_layout, layout_of
 from glue_compiler.passes.specialize_attention.metadata_places import MetadataPlace
 from glue_compiler.passes.specialize_attention.metadata_vectors import MetadataVectors
@@ -44,6 +45,7 @@ class _Writer:
         self.reader = reader
         self.make = NodeMaker(fake_mode)
         self.metadata: dict[Any, list[fx.Node]] = {}
+        self.lists: dict[Any, tuple[fx.Node | None, list[fx.Node]]] = {}
         self.results: dict[fx.Node, fx.Node] = {}
         self.abandoned: list[fx.Node] = []
         """Nodes that may have lost their last user."""
@@ -51,6 +53,7 @@ class _Writer:
     def write(self, replacement: Replacement) -> None:
         site = replacement.site
         packed = self._packed_metadata(replacement) if replacement.metadata is not None else None
+        visibility = replacement.visibility
         self.make.meta = {
             name: site.output.meta[name] for name in ("stack_trace", "nn_module_stack") if name in site.output.meta
         }
@@ -59,10 +62,12 @@ class _Writer:
         expected = value_of(site.output)
         with graph.inserting_before(site.output):
             query, key, value = self._operands(site, expected.dtype)
-            if packed is not None:
+            if replacement.mask is not None:
+                result = self._listed(site, replacement.mask, query, key, value)
+            elif packed is not None:
+                assert visibility is not None
                 cu_seqlens, *blocks = packed
                 length = self.make.size(graph, query, 2)
-                visibility = replacement.visibility
                 settings = (visibility.is_causal, visibility.window, site.scale, blocks or None)
                 result = self.make.call(
                     graph, _glue.packed_attention.default, query, key, value, cu_seqlens, length, *settings
@@ -109,9 +114,47 @@ class _Writer:
         site = replacement.site
         expected = value_of(site.output)
         is_returned = storages_of(expected) & self.reader.operators.numbering.returned
-        if (site.inside or replacement.form == "packed") and is_returned and requires_grad(expected):
+        if (site.inside or replacement.call is not None) and is_returned and requires_grad(expected):
             return self.make.call(result.graph, _glue.private_copy.default, result)
         return result
+
+    # -- attention under a mask that is read
+
+    def _listed(self, site: AttentionSite, mask: ListedMask, query: fx.Node, key: fx.Node, value: fx.Node) -> fx.Node:
+        graph = site.scope.module.graph
+        sizes = tuple(str(expression(value_of(node).shape[2])) for node in (site.query, site.key))
+        shared = (site.scope, mask.number, mask.kind, mask.empty_rows, mask.dtype, mask.is_returned, sizes)
+        if shared not in self.lists:
+            self.lists[shared] = self._write_lists(site, mask)
+        node, lists = self.lists[shared]
+        node = node or self.results.get(mask.node, mask.node)
+        sinks = self.results.get(site.sinks, site.sinks) if site.sinks is not None else None
+        further = {"sinks": sinks} if sinks is not None else {}
+        settings = (mask.kind, mask.empty_rows, site.scale, site.softcap)
+        return self.make.call(
+            graph, _glue.masked_attention.default, query, key, value, node, lists, *settings, **further
+        )
+
+    def _write_lists(self, site: AttentionSite, mask: ListedMask) -> tuple[fx.Node | None, list[fx.Node]]:
+        """The mask, where a copy of it is taken, and its block lists."""
+        graph = site.scope.module.graph
+        given = node = self.results.get(mask.node, mask.node)
+        if mask.dtype is not None:
+            node = self.make.method(graph, "to", node, mask.dtype)
+        elif mask.is_returned:
+            node = self.make.call(graph, _glue.private_copy.default, node)
+        sizes = [self._size_of_scores(dim, site, given) for dim in (-2, -1)]
+        blocks = self.make.call(graph, _glue.mask_blocks.default, node, *sizes, mask.kind, mask.empty_rows)
+        lists = [self.make.call(graph, operator.getitem, blocks, i) for i in range(len(value_of(blocks)))]
+        return node if node is not given else None, lists
+
+    def _size_of_scores(self, dim: int, site: AttentionSite, mask: fx.Node) -> Any:
+        """A size of the mask if it is that, so that lists depend on the mask alone, which layers share."""
+        operand = site.query if dim == -2 else site.key
+        shape = value_of(mask).shape
+        if len(shape) >= -dim and expression(shape[dim]) == expression(value_of(operand).shape[2]):
+            return self.make.size(mask.graph, mask, len(shape) + dim)
+        return self.make.size(mask.graph, operand, 2)
 
     # -- metadata of a packed batch
 
@@ -119,6 +162,7 @@ class _Writer:
         """``cu_seqlens``, and the block lists where the kernel takes them, as nodes of the site's graph."""
         site, visibility, place = replacement.site, replacement.visibility, replacement.metadata
         assert place is not None
+        assert visibility is not None
         sizes = tuple(str(expression(size)) for size in (value_of(site.query).shape[0], value_of(site.query).shape[2]))
         blocks = (visibility.is_causal, visibility.window) if replacement.kernel == "flex" else ()
         key = (
@@ -136,6 +180,7 @@ class _Writer:
 
     def _write_metadata(self, replacement: Replacement, place: MetadataPlace) -> list[fx.Node]:
         site, visibility = replacement.site, replacement.visibility
+        assert visibility is not None
         graph = place.scope.module.graph
         self.make.meta, self.make.mode = {}, self.reader.operators.mode(place.before)
         with graph.inserting_before(place.before):

@@ -1,0 +1,130 @@
+"""Masks that are not proved: attention reads them when it runs, and visits the blocks in which they show a key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from glue_compiler.fx.index_expressions import IndexReader
+from glue_compiler.fx.index_views import Element, NotAView, broadcast_index, source_of
+from glue_compiler.fx.operators import FOUND, Operators, Value
+from glue_compiler.fx.values import expression, requires_grad, storages_of, value_of
+from glue_compiler.passes.specialize_attention.attention_parts import AttentionSite, EmptyRows, Mask
+from glue_compiler.passes.specialize_attention.gradients import Gradients
+from glue_compiler.passes.specialize_attention.masks import UnknownMask
+
+
+@dataclass(frozen=True)
+class ListedMask:
+    """A mask whose block lists are made from its values.
+
+    Attributes:
+        node: of the site's graph. The attention and its backward find in its memory what it has made. Its sizes are
+            1, or those of the site's scores ``[B, Hq, Q, K]``, whose last ones they are.
+        number: equal for masks that are equal when they are made.
+        kind: as :attr:`Mask.role`.
+        dtype: that autocast casts it to; None: it stays as it is.
+        is_returned: the graph's caller knows its memory, and may write it before backward.
+    """
+
+    node: fx.Node
+    number: Any
+    kind: str
+    empty_rows: EmptyRows
+    dtype: torch.dtype | None
+    is_returned: bool
+
+
+def listed_mask(site: AttentionSite, reader: IndexReader) -> ListedMask:
+    """The mask of ``site``, if it can be read when the graph runs.
+
+    Raises:
+        UnknownMask: it cannot; the message says why.
+    """
+    mask, operators = site.mask, reader.operators
+    if mask is None:
+        raise UnknownMask("there is no mask to read")
+    if mask.empty_rows is None:
+        raise UnknownMask("the masked scores are rounded, and what hides a key then is not known")
+    if not operators.is_tensor(mask.value):
+        raise UnknownMask("the mask is not a plain tensor")
+    _require_dtype(mask, site, reader)
+    value, node = _smallest(mask.value, site, reader)
+    if not Gradients(site.output, operators).may_save(node):
+        raise UnknownMask("the mask is written in place later, and backward would read it")
+    numbering = operators.numbering
+    known_outside = storages_of(value_of(node)) & numbering.returned - numbering.inputs
+    return ListedMask(
+        node,
+        operators.number(value),
+        mask.role,
+        mask.empty_rows,
+        _cast_to(mask, site, operators),
+        bool(known_outside) and requires_grad(value_of(site.output)),
+    )
+
+
+def _require_dtype(mask: Mask, site: AttentionSite, reader: IndexReader) -> None:
+    dtype = reader.dtype(mask.value)
+    if mask.role != "added":
+        return
+    if not dtype.is_floating_point:
+        raise UnknownMask(f"numbers in {dtype} are added to the scores")
+    if mask.value.step == FOUND:
+        raise UnknownMask("what is added to the scores is written in place, perhaps by what has a gradient")
+    computed_in = torch.promote_types(value_of(site.output).dtype, torch.float32)
+    if torch.promote_types(dtype, computed_in) != computed_in:
+        raise UnknownMask(f"{dtype} is added to the scores, and kernels compute in {computed_in}")
+
+
+def _cast_to(mask: Mask, site: AttentionSite, operators: Operators) -> torch.dtype | None:
+    """Autocast casts what ``scaled_dot_product_attention`` adds, as it casts query, key and value."""
+    output: torch.Tensor = value_of(site.output)
+    if mask.role != "added" or site.inside or operators.meta(mask.value).dtype == output.dtype:
+        return None
+    with operators.mode(site.output).entered():
+        return output.dtype if torch.is_autocast_enabled(output.device.type) else None
+
+
+def _smallest(mask: Value, site: AttentionSite, reader: IndexReader) -> tuple[Value, fx.Node]:
+    """The mask, or what it is expanded from, where the attention finds it."""
+    found = None
+    for value in _same_elements(mask, site, reader):
+        node = reader.operators.operand(value, site.output)
+        if node is not None and node.graph is site.output.graph and not requires_grad(value_of(node)):
+            found = value, node
+    if found is None:
+        raise UnknownMask("the mask is no longer in memory, or not in that of a tensor by itself, where it is needed")
+    return found
+
+
+def _same_elements(mask: Value, site: AttentionSite, reader: IndexReader) -> Iterator[Value]:
+    """The mask, and those that it is a view or a copy of and that are broadcast to the scores as it is."""
+    sizes = (*map(expression, value_of(site.query).shape[:3]), expression(value_of(site.key).shape[2]))
+    places = tuple(sympy.Symbol(name, integer=True, nonnegative=True) for name in "bhqk")
+    if not _fits(reader.shape(mask), sizes):
+        raise UnknownMask("the sizes of the mask are not proved to be those of the scores")
+    element = Element(mask, _broadcast(places, reader.shape(mask)))
+    while True:
+        shape = reader.shape(element.value)
+        if _fits(shape, sizes) and element.index == _broadcast(places, shape):
+            yield element.value
+        try:
+            element = source_of(reader.operators, element.value, element.index)
+        except NotAView:
+            return
+
+
+def _fits(shape: tuple[Any, ...], sizes: tuple[Any, ...]) -> bool:
+    """Is ``shape`` proved to be broadcast to the scores?"""
+    last = sizes[len(sizes) - len(shape) :]
+    return len(shape) <= len(sizes) and all(size in (1, wanted) for size, wanted in zip(shape, last, strict=True))
+
+
+def _broadcast(places: tuple[Any, ...], shape: tuple[Any, ...]) -> tuple[Any, ...]:
+    return broadcast_index(places[len(places) - len(shape) :], shape)

@@ -1,0 +1,319 @@
+"""Reads attention that is written out: softmax between two products."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from glue_compiler.fx.index_expressions import IndexReader, Unreadable
+from glue_compiler.fx.index_operators import CONVERSIONS
+from glue_compiler.fx.index_views import Element, NotAView, broadcast_index, source_of
+from glue_compiler.fx.operators import Call, Operators, Value
+from glue_compiler.fx.values import value_of
+from glue_compiler.passes.specialize_attention.attention_parts import EmptyRows, Mask, NotAttention
+from glue_compiler.passes.specialize_attention.gradients import Gradients
+
+aten = torch.ops.aten
+
+
+@dataclass
+class Chain:
+    """Softmax between two products, read from its end: what was found so far.
+
+    Attributes:
+        links: the values between the products.
+        dtypes: that the masked scores are converted to before they are exponentiated, from the last one on.
+        has_sinks: the weights are all columns of the softmax but the last; ``sinks`` are its scores, ``[B, H, Q, 1]``.
+    """
+
+    links: list[Value] = field(default_factory=list)
+    mask: Mask | None = None
+    dropout: Any = 0.0
+    scale: Any = 1.0
+    softcap: float | None = None
+    has_sinks: bool = False
+    sinks: Value | None = None
+    dtypes: list[torch.dtype] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class WrittenOut:
+    """What :class:`AttentionSite` says of an attention, as values; ``inside`` are its nodes."""
+
+    query: Value
+    key: Value
+    value: Value
+    chain: Chain
+    inside: tuple[fx.Node, ...]
+
+
+def read_written_out(output: Value, call: Call, reader: IndexReader) -> WrittenOut | None:
+    """matmul(dropout(softmax(cap(scale * matmul(query, key^T)) + mask)), value); None if the product is none.
+
+    Raises:
+        NotAttention: it is one in another form.
+    """
+    operators = reader.operators
+    chain = Chain()
+    weights = _softmax(call.arguments["self"], chain, operators)
+    if weights is None:
+        return None
+    if chain.has_sinks:
+        weights = _without_sinks(weights, chain, operators)
+    scores = _capped(_masked(weights, chain, reader), chain, operators)
+    product = operators.does(scores)
+    if product is None or product.operator is not aten.matmul:
+        raise NotAttention("softmax of scores that are changed in another way than by a scale, a soft cap and a mask")
+    chain.links.append(scores)
+    key = _transposed(product.arguments["other"], output.node, reader)
+    query, value = product.arguments["self"], call.arguments["other"]
+    if key is None or not operators.is_tensor(query) or not operators.is_tensor(value):
+        return None
+    nodes = [operators.node_of(link) for link in chain.links]
+    nodes += [link.node for link in chain.links if isinstance(value_of(link.node), tuple)]
+    if any(node is None or node.graph is not output.node.graph for node in nodes):
+        return None
+    inside = _used_here_alone([node for node in nodes if node is not None], output.node, operators)
+    _require_one_autocast(inside, output.node, operators)
+    _require_one_precision((query, key, value), chain.links, output, operators)
+    return WrittenOut(query, key, value, chain, inside)
+
+
+def _softmax(weights: Any, chain: Chain, operators: Operators) -> Value | None:
+    """What the softmax over keys behind ``weights`` is taken of; None if there is none."""
+    while operators.is_tensor(weights):
+        call = operators.does(weights)
+        if call is None:
+            return None
+        chain.links.append(weights)
+        match call:
+            case Call(aten.softmax | aten.special_softmax, {"self": scores, "dim": dim}):
+                rank = operators.meta(weights).rank
+                is_over_keys = rank == 4 and isinstance(dim, int) and dim % rank == rank - 1
+                chain.dtypes.append(operators.meta(weights).dtype)
+                return scores if is_over_keys and operators.is_tensor(scores) else None
+            case Call(aten.dropout, {"input": kept, "p": p, "train": train}):
+                if train and p != 0:
+                    if chain.dropout:
+                        raise NotAttention("it has two dropouts")
+                    chain.dropout = p
+                weights = kept
+            case Call(aten.clone | aten.contiguous, {"self": same}):
+                weights = same
+            case Call(aten.slice | aten.narrow, {"self": Value() as part}) if not chain.has_sinks:
+                if not _is_all_but_the_last(call, part, weights, operators):
+                    return None
+                chain.has_sinks = True
+                weights = part
+            case _:
+                if call.operator not in CONVERSIONS:
+                    return None
+                weights = call.arguments["self"]
+    return None
+
+
+def _is_all_but_the_last(call: Call, whole: Value, part: Value, operators: Operators) -> bool:
+    before, after = operators.meta(whole).shape, operators.meta(part).shape
+    starts, steps = call.arguments["start"] in (None, 0), call.arguments.get("step", 1) == 1
+    return starts and steps and (*before[:-1], before[-1] - 1) == tuple(after)
+
+
+def _without_sinks(value: Value, chain: Chain, operators: Operators) -> Value:
+    """Takes the column of sinks off the scores, and the subtraction of a row's maximum that may come after it."""
+    match operators.does(value):
+        case Call(aten.sub | aten.subtract, {"self": Value() as scores, "other": Value() as most, "alpha": 1}):
+            if _is_row_maximum(most, scores, operators):
+                chain.links += [value, most]
+                value = scores
+        case _:
+            pass
+    match operators.does(value):
+        case Call(aten.cat | aten.concat, {"tensors": (Value() as scores, Value() as sinks), "dim": int() as dim}):
+            column = operators.meta(sinks).shape[-1] if operators.is_tensor(sinks) else None
+            if operators.is_tensor(scores) and operators.meta(scores).rank == 4 and dim % 4 == 3 and column == 1:
+                chain.links.append(value)
+                chain.sinks = sinks
+                return scores
+        case _:
+            pass
+    raise NotAttention("only a part of the softmax is used, and the rest of it are no attention sinks")
+
+
+def _is_row_maximum(value: Value, scores: Value, operators: Operators) -> bool:
+    match operators.does(value):
+        case Call(aten.max | aten.amax, {"self": of, "dim": int() | (int(),) as dim, "keepdim": True}):
+            dim, rank = dim[0] if isinstance(dim, tuple) else dim, operators.meta(scores).rank
+            return of == scores and not value.leaf and dim % rank == rank - 1
+    return False
+
+
+def _masked(value: Value, chain: Chain, reader: IndexReader) -> Value:
+    """Takes a mask off the scores: ``+``, ``masked_fill`` or ``where``."""
+    operators = reader.operators
+    call = operators.does(value)
+    match call:
+        case Call(aten.add, {"self": Value() as first, "other": Value() as second, "alpha": 1}):
+            for scores, mask in ((first, second), (second, first)):
+                if operators.is_tensor(mask) and _is_product(scores, operators):
+                    dtype = reader.dtype(value)
+                    is_rounded = any(torch.promote_types(each, dtype) != each for each in chain.dtypes)
+                    empty_rows: EmptyRows = "zeros" if chain.has_sinks else "nan"
+                    chain.mask = Mask(mask, "added", None if is_rounded else empty_rows)
+                    chain.links.append(value)
+                    return scores
+        case Call(aten.masked_fill, {"self": Value() as scores, "mask": Value() as mask, "value": filling}):
+            low = _filling(filling, value, reader)
+            if reader.dtype(mask) == torch.bool and low is not None:
+                chain.mask = Mask(mask, "hides", _without_keys(low, chain))
+                chain.links.append(value)
+                return scores
+        case Call(aten.where, {"condition": Value() as mask, "self": Value() as scores, "other": filling}):
+            low = _filling(filling, value, reader)
+            if reader.dtype(mask) == torch.bool and low is not None:
+                chain.mask = Mask(mask, "shows", _without_keys(low, chain))
+                chain.links.append(value)
+                return scores
+        case Call(operator, {"self": Value() as scores}) if operator in CONVERSIONS:
+            chain.dtypes.append(reader.dtype(value))
+            chain.links.append(value)
+            return _masked(scores, chain, reader)
+        case _:
+            pass
+    return value
+
+
+def _filling(filling: Any, value: Value, reader: IndexReader) -> float | None:
+    """The score in ``value`` that leaves a weight of zero; None if ``filling`` does not."""
+    dtype = reader.dtype(value)
+    if isinstance(filling, Value) and reader.operators.is_tensor(filling) and not reader.shape(filling):
+        try:
+            filling = reader.read(filling, ())
+        except Unreadable:
+            return None
+        filling = float(filling) if filling.is_number and filling is not sympy.nan else None
+    if not isinstance(filling, int | float) or not dtype.is_floating_point:
+        return None
+    return _rounded(filling, dtype) if filling <= max(torch.finfo(dtype).min, -1e9) else None
+
+
+def _without_keys(filling: float, chain: Chain) -> EmptyRows:
+    """What softmax makes of a row in which all scores are ``filling``."""
+    if chain.has_sinks:
+        return "zeros"  # nothing has a weight but the sink
+    for dtype in reversed(chain.dtypes):
+        filling = _rounded(filling, dtype)
+    return "mean" if math.isfinite(filling) else "nan"
+
+
+def _rounded(number: float, dtype: torch.dtype) -> float:
+    return torch.tensor(number, dtype=torch.float64).to(dtype).item()
+
+
+def _capped(value: Value, chain: Chain, operators: Operators) -> Value:
+    """Takes factors off the scores, and ``tanh`` with the factors before it."""
+    value = _scaled(value, chain, operators)
+    match operators.does(value):
+        case Call(aten.tanh, {"self": Value() as scores}) if operators.is_tensor(scores):
+            chain.softcap = chain.scale  # factor * tanh(before * scores), and the scale is the product of both
+            chain.links.append(value)
+            return _scaled(scores, chain, operators)
+    return value
+
+
+def _scaled(value: Value, chain: Chain, operators: Operators) -> Value:
+    """Takes factors off the scores."""
+    while True:
+        call = operators.does(value)
+        match call:
+            case Call(aten.mul | aten.multiply, {"self": first, "other": second}):
+                scores, factor = (first, second) if isinstance(first, Value) else (second, first)
+            case Call(aten.div | aten.divide | aten.true_divide, {"self": scores, "other": divisor}):
+                is_rounded = call.arguments.get("rounding_mode") is not None
+                is_number = isinstance(divisor, int | float) and divisor != 0
+                factor = 1 / divisor if is_number and not is_rounded else None
+            case Call(operator, {"self": scores}) if operator in CONVERSIONS:
+                factor = 1
+            case _:
+                return value
+        if not operators.is_tensor(scores) or not isinstance(factor, int | float):
+            return value
+        if not math.isfinite(factor) or factor <= 0:
+            return value
+        chain.scale *= factor
+        chain.links.append(value)
+        value = scores
+
+
+def _is_product(value: Value, operators: Operators) -> bool:
+    call = operators.does(_capped(value, Chain(), operators))
+    return call is not None and call.operator is aten.matmul
+
+
+def _transposed(value: Any, output: fx.Node, reader: IndexReader) -> Value | None:
+    """The key ``[B, H, S, D]`` behind ``[B, H, D, S]``; None if there is none."""
+    operators = reader.operators
+    if not operators.is_tensor(value) or operators.meta(value).rank != 4:
+        return None
+    b, h, d, s = (sympy.Symbol(name, integer=True, nonnegative=True) for name in "bhds")
+    shape = reader.shape(value)
+    element = Element(value, broadcast_index((b, h, d, s), shape))
+    gradients = Gradients(output, operators)
+    while gradients.pass_through(element.value.node):
+        try:
+            element = source_of(operators, element.value, element.index)
+        except NotAView:
+            return None
+        found = reader.shape(element.value)
+        swapped = (shape[0], shape[1], shape[3], shape[2])
+        if found == swapped and element.index == broadcast_index((b, h, s, d), found):
+            node = operators.node_of(element.value)
+            if node is not None and node.graph is output.graph:
+                return element.value
+    raise NotAttention("gradients are switched off for a part of it")
+
+
+def _used_here_alone(links: list[fx.Node], output: fx.Node, operators: Operators) -> tuple[fx.Node, ...]:
+    """The nodes of a chain, with those that stand for the same values, last first.
+
+    Raises:
+        NotAttention: something else uses them.
+    """
+    inside = dict.fromkeys(links)
+    waiting = list(inside)
+    while waiting:
+        node = waiting.pop()
+        for user in node.users:
+            if user is output or user in inside:
+                continue
+            if not user.op.startswith("call_") or operators.value(user) != operators.value(node):
+                raise NotAttention("the attention weights or scores are used elsewhere too")
+            inside[user] = None
+            waiting.append(user)
+    return tuple(node for node in reversed(output.graph.nodes) if node in inside)
+
+
+def _require_one_autocast(inside: tuple[fx.Node, ...], output: fx.Node, operators: Operators) -> None:
+    modes = {operators.mode(node).autocast for node in (*inside, output)}
+    if len(modes) > 1:
+        raise NotAttention("autocast is switched on or off inside of it")
+
+
+def _require_one_precision(
+    operands: tuple[Value, Value, Value], links: list[Value], output: Value, operators: Operators
+) -> None:
+    """What is computed between the operands and the result is at least as exact as the result's dtype."""
+    wanted = operators.meta(output)
+    of_operands = {operators.meta(each).dtype for each in operands}
+    is_cast = torch.is_autocast_enabled(wanted.device.type)
+    is_cast = is_cast or bool(operators.mode(output.node).autocast)
+    if of_operands != {wanted.dtype} and not (is_cast and torch.float64 not in of_operands):
+        names = ", ".join(sorted(str(each) for each in of_operands | {wanted.dtype}))
+        raise NotAttention(f"its parts are of several dtypes: {names}")
+    for each in {operators.meta(link).dtype for link in links}:
+        if torch.promote_types(each, wanted.dtype) != each:
+            raise NotAttention(f"its parts are of several dtypes: {each} between {wanted.dtype}")
