@@ -117,17 +117,6 @@ def weights_returned(query, key, value):
     return weights @ value, weights
 
 
-def capped(query, key, value):
-    scores = torch.tanh(query @ key.transpose(2, 3)) + torch.where(causal(), 0.0, -1e30).double()
-    return F.softmax(scores, dim=-1) @ value
-
-
-def sinks(query, key, value):
-    scores = query @ key.transpose(2, 3) + torch.where(causal(), 0.0, -1e30).double()
-    scores = torch.cat([scores, torch.ones(1, 2, T, 1, dtype=scores.dtype)], dim=-1)
-    return F.softmax(scores, dim=-1)[..., :-1] @ value
-
-
 def key_written_later(query, key, value):
     query, key = query.detach(), key.detach() * 2
     scores = query @ key.transpose(2, 3) + torch.where(causal(), 0.0, -1e30).double()
@@ -152,8 +141,6 @@ def key_not_transposed(query, key, value):
     ("fn", "reason"),
     [
         (weights_returned, "used elsewhere"),
-        (capped, "changed in another way"),
-        (sinks, "a part of the softmax"),
         (key_written_later, "written in place"),
         (one_key_head, "one head of keys"),
         (other_dimension, None),

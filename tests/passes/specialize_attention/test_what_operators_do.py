@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from tests.passes.specialize_attention.attention import (
     LENGTH,
     POSITIONS,
+    Unknown,
     assert_as_eager,
     counts,
     inputs,
@@ -64,13 +65,17 @@ MASKS = {
     "x.where(condition, other), and the other differs": (
         lambda pad: added().where(pad[0] > 100, torch.zeros(T, T).double()),
         [PADDING],
-        "one of several conditions",
+        Unknown("one of several conditions"),
     ),
     "add with alpha": (lambda: torch.add(torch.zeros(T, T), (~causal()).float(), alpha=-1e30).double(), [], CAUSAL),
     "sub with alpha": (lambda: torch.sub(tokens()[:, None], tokens(), alpha=1) >= 0, [], CAUSAL),
-    "sub with another alpha": (lambda: torch.sub(tokens()[:, None], tokens(), alpha=2) >= 0, [], "neither causal"),
+    "sub with another alpha": (
+        lambda: torch.sub(tokens()[:, None], tokens(), alpha=2) >= 0,
+        [],
+        Unknown("neither causal"),
+    ),
     "rsub": (lambda: torch.rsub(tokens(), tokens()[:, None]) >= 0, [], CAUSAL),
-    "rsub with alpha": (lambda: torch.rsub(tokens(), tokens()[:, None], alpha=2) >= 0, [], "neither causal"),
+    "rsub with alpha": (lambda: torch.rsub(tokens(), tokens()[:, None], alpha=2) >= 0, [], Unknown("neither causal")),
     "diff along the tokens": (
         lambda pos: same((torch.diff(pos, axis=1, prepend=pos[:, :1] - 1) != 1).cumsum(-1)),
         [POSITIONS],
@@ -80,21 +85,21 @@ MASKS = {
     "a view of other bits": (
         lambda: added().view(torch.int64).view(torch.float64),
         [],
-        "more than 0 or minus infinity",
+        Unknown("more than 0 or minus infinity"),
     ),
     "an out argument": (
         lambda: torch.ge(tokens()[:, None], tokens() + 3, out=torch.empty(T, T, dtype=torch.bool)) | causal(),
         [],
-        "one of several conditions",
+        Unknown("one of several conditions"),
     ),
     "tril with a named diagonal": (lambda: torch.tril(torch.ones(T, T), diagonal=0) != 0, [], CAUSAL),
-    "tril with another diagonal": (lambda: torch.tril(torch.ones(T, T), diagonal=1) != 0, [], "none ahead"),
+    "tril with another diagonal": (lambda: torch.tril(torch.ones(T, T), diagonal=1) != 0, [], Unknown("none ahead")),
     "part of the padding": (lambda pad: causal() & (pad > 0)[:, None, None, 1:], [LONGER_PADDING], PACKED),
     "the first of a longer padding": (lambda pad: causal() & (pad > 0)[:, None, None, :T], [LONGER_PADDING], PACKED),
     "every other padding": (
         lambda pad: causal() & (pad > 0)[:, None, None, ::2],
         [PADDING.repeat_interleave(2, 1)],
-        "no vector over tokens",
+        Unknown("no vector over tokens"),
     ),
     "padding that is transposed": (lambda pad: causal() & (pad.t() > 0)[:, None, None], [PADDING.t()], PACKED),
     "padding with a token filled": (
@@ -105,44 +110,56 @@ MASKS = {
     "padding with values filled": (
         lambda pad: causal() & (pad.masked_fill(pad > 1, 7) != 7)[:, None, None],
         [PADDING],
-        "no vector over tokens",
+        Unknown("no vector over tokens"),
     ),
     # -- what dtypes make of numbers
     "rounded to zero": (lambda: added().where(~causal(), torch.full((), 1e-9).double()).half().double(), [], CAUSAL),
     "not rounded": (
         lambda: added().where(~causal(), torch.full((), 1e-3).double()).half().double(),
         [],
-        "neither 0 nor below",
+        Unknown("neither 0 nor below"),
     ),
     "rounded to infinity": (lambda: added(-1e6).half().double(), [], CAUSAL),
-    "wrapped in int8": (lambda starts: same((starts.cumsum(-1) * 128).to(torch.int8)), [STARTS], "not proved to be"),
-    "wrapped in int64": (lambda starts: same(starts.cumsum(-1) * 2**62 * 4), [STARTS], "not proved to be sorted"),
+    "wrapped in int8": (
+        lambda starts: same((starts.cumsum(-1) * 128).to(torch.int8)),
+        [STARTS],
+        Unknown("not proved to be"),
+    ),
+    "wrapped in int64": (
+        lambda starts: same(starts.cumsum(-1) * 2**62 * 4),
+        [STARTS],
+        Unknown("not proved to be sorted"),
+    ),
     "not wrapped": (lambda starts: same((starts.cumsum(-1) + 128).to(torch.int32)), [STARTS], PACKED),
     "wrapped in uint8": (
         lambda: (torch.full((T, T), 200, dtype=torch.uint8) + 56 != 0) | causal(),
         [],
-        "one of several conditions",
+        Unknown("one of several conditions"),
     ),
     "cut to integers": (lambda: torch.full((T, T), 1.5).tril().int().bool(), [], CAUSAL),
     "cut to zero": (
         lambda: torch.full((T, T), 0.5).tril().int().bool() | ~causal(),
         [],
-        "does not see itself",
+        Unknown("does not see itself"),
     ),
-    "compared as floats": (lambda: (tokens() + 2**24 < 16777217.0) | causal(), [], "one of several conditions"),
-    "zero times infinity": (lambda: (~causal()).double() * float("-inf"), [], "neither 0 nor below"),
-    "infinity minus infinity": (lambda: added(float("-inf")) - added(float("-inf")), [], "more than 0"),
-    "plus infinity": (lambda: added() + added(float("inf"), tokens() > 0), [], "neither 0 nor below"),
+    "compared as floats": (
+        lambda: (tokens() + 2**24 < 16777217.0) | causal(),
+        [],
+        Unknown("one of several conditions"),
+    ),
+    "zero times infinity": (lambda: (~causal()).double() * float("-inf"), [], Unknown("neither 0 nor below")),
+    "infinity minus infinity": (lambda: added(float("-inf")) - added(float("-inf")), [], Unknown("more than 0")),
+    "plus infinity": (lambda: added() + added(float("inf"), tokens() > 0), [], Unknown("neither 0 nor below")),
     # -- the first token of a row
     "the first token has an id of its own": (
         lambda starts: same(torch.where(tokens() == 0, 5, starts.cumsum(-1))),
         [STARTS],
-        "the first token of a row in its own way",
+        Unknown("the first token of a row in its own way"),
     ),
     "a search for another number at the first token": (
         lambda ends: same(torch.searchsorted(ends, torch.where(tokens() == 0, 100, tokens()), right=True)[None]),
         [SORTED],
-        "not proved to be sorted",
+        Unknown("not proved to be sorted"),
     ),
 }
 
@@ -325,7 +342,13 @@ def mask_written(when):
 
 
 @pytest.mark.parametrize(
-    ("when", "expected"), [("before", "not known"), ("between", CAUSAL), ("after", CAUSAL), ("never", CAUSAL)]
+    ("when", "expected"),
+    [
+        ("before", Unknown("not known")),
+        ("between", {"causal": 1, "listed": 1}),
+        ("after", CAUSAL),
+        ("never", CAUSAL),
+    ],
 )
 def test_masks_that_are_written(when, expected):
     assert_as_eager(mask_written(when), expected, [PADDING])
@@ -361,12 +384,12 @@ def value_written_after_softmax_of_it(query, key, value):
 
 
 def test_values_have_versions():
-    assert_as_eager(ids_written, PACKED, [STARTS])
+    assert_as_eager(ids_written, {"packed": 1, "listed": 1}, [STARTS])
     assert_as_eager(value_written, CAUSAL)
 
 
 def test_what_was_overwritten_is_not_read():
-    assert_as_eager(padding_written, "is not at hand", [PADDING])
+    assert_as_eager(padding_written, Unknown("is not at hand"), [PADDING])
     assert_as_eager(value_written_after_softmax_of_it, "written in place")
 
 
