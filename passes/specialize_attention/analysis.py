@@ -141,11 +141,11 @@ def _replacement(site: AttentionSite, visibility: Visibility, reader: IndexReade
                 f"the mask is {visibility.name}, but Inductor of this torch fails on sdpa's backward in fp64"
             )
         return Replacement(site, visibility, "causal" if visibility.is_causal else "unmasked")
+    place = metadata_place(site, visibility, reader)
     try:
         call, kernel = _kernel(site, compiler, hides_keys=bool(visibility.keys))
     except UnknownMask as reason:
         raise UnknownMask(f"the mask is {visibility.name}, but {reason}") from None
-    place = metadata_place(site, visibility, reader)
     return Replacement(site, visibility, "packed", kernel, call, place)
 
 

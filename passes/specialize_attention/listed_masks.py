@@ -18,6 +18,8 @@ from glue_compiler.passes.specialize_attention.attention_parts import AttentionS
 from glue_compiler.passes.specialize_attention.gradients import Gradients
 from glue_compiler.passes.specialize_attention.masks import UnknownMask
 
+_GIVEN = ("placeholder", "get_attr")
+
 
 @dataclass(frozen=True)
 class ListedMask:
@@ -29,7 +31,7 @@ class ListedMask:
         number: equal for masks that are equal when they are made.
         kind: as :attr:`Mask.role`.
         dtype: that autocast casts it to; None: it stays as it is.
-        is_returned: the graph's caller knows its memory, and may write it before backward.
+        is_given: it lies in memory that the graph is given, and does not write.
     """
 
     node: fx.Node
@@ -37,7 +39,7 @@ class ListedMask:
     kind: str
     empty_rows: EmptyRows
     dtype: torch.dtype | None
-    is_returned: bool
+    is_given: bool
 
 
 def listed_mask(site: AttentionSite, reader: IndexReader) -> ListedMask:
@@ -57,16 +59,24 @@ def listed_mask(site: AttentionSite, reader: IndexReader) -> ListedMask:
     value, node = _smallest(mask.value, site, reader)
     if not Gradients(site.output, operators).may_save(node):
         raise UnknownMask("the mask is written in place later, and backward would read it")
-    numbering = operators.numbering
-    known_outside = storages_of(value_of(node)) & numbering.returned - numbering.inputs
     return ListedMask(
         node,
         operators.number(value),
         mask.role,
         mask.empty_rows,
         _cast_to(mask, site, operators),
-        bool(known_outside) and requires_grad(value_of(site.output)),
+        _is_given(value, operators),
     )
+
+
+def _is_given(mask: Value, operators: Operators) -> bool:
+    passed: Value | None = mask
+    while passed is not None:
+        mask, passed = passed, operators.passed(passed)
+    numbering = operators.numbering
+    given = storages_of([value_of(node) for node in numbering.root.module.graph.nodes if node.op in _GIVEN])
+    storage = operators.storage(mask)
+    return storage in given and storage not in numbering.written | numbering.unreadable
 
 
 def _require_dtype(mask: Mask, site: AttentionSite, reader: IndexReader) -> None:

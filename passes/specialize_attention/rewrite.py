@@ -123,7 +123,7 @@ class _Writer:
     def _listed(self, site: AttentionSite, mask: ListedMask, query: fx.Node, key: fx.Node, value: fx.Node) -> fx.Node:
         graph = site.scope.module.graph
         sizes = tuple(str(expression(value_of(node).shape[2])) for node in (site.query, site.key))
-        shared = (site.scope, mask.number, mask.kind, mask.empty_rows, mask.dtype, mask.is_returned, sizes)
+        shared = (site.scope, mask.number, mask.kind, mask.empty_rows, mask.dtype, mask.is_given, sizes)
         if shared not in self.lists:
             self.lists[shared] = self._write_lists(site, mask)
         node, lists = self.lists[shared]
@@ -136,13 +136,15 @@ class _Writer:
         )
 
     def _write_lists(self, site: AttentionSite, mask: ListedMask) -> tuple[fx.Node | None, list[fx.Node]]:
-        """The mask, where a copy of it is taken, and its block lists."""
+        """The mask, if it is copied, and its block lists."""
         graph = site.scope.module.graph
         given = node = self.results.get(mask.node, mask.node)
         if mask.dtype is not None:
             node = self.make.method(graph, "to", node, mask.dtype)
-        elif mask.is_returned:
-            node = self.make.call(graph, _glue.private_copy.default, node)
+        if node is not given or not mask.is_given:
+            # The kernels of backward find it in memory too, and nobody writes it before.
+            copies = self.make.call(graph, _glue.materialized.default, [node])
+            node = self.make.call(graph, operator.getitem, copies, 0)
         sizes = [self._size_of_scores(dim, site, given) for dim in (-2, -1)]
         blocks = self.make.call(graph, _glue.mask_blocks.default, node, *sizes, mask.kind, mask.empty_rows)
         lists = [self.make.call(graph, operator.getitem, blocks, i) for i in range(len(value_of(blocks)))]

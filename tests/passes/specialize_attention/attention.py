@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from glue_compiler.fx import bodies
 from tests.captured import Run, compile_with_glue, result_and_gradients
@@ -93,14 +94,18 @@ def assert_as_eager(
 ) -> None:
     """``expected``: what the pass counts, or a pattern of the reason why it left the attention alone."""
     tensors = tensors or inputs()
-    outputs, gradients = run_as(fn, tensors, args)
+    # The CPU's fused kernel has wrong gradients for queries whose keys are all hidden by finite numbers.
+    with sdpa_kernel(SDPBackend.MATH):
+        outputs, gradients = run_as(fn, tensors, args)
     run = specialized(fn, **options)
-    for found, wanted in zip(run_as(run.call, tensors, args), (outputs, gradients), strict=True):
-        for got, want in zip(found, wanted, strict=True):
-            assert (got is None) == (want is None)
-            if isinstance(want, Tensor):
-                assert (got.requires_grad, got.stride()) == (want.requires_grad, want.stride())
-                torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10, equal_nan=True)
+    found_outputs, found_gradients = run_as(run.call, tensors, args)
+    for got, want in zip((*found_outputs, *found_gradients), (*outputs, *gradients), strict=True):
+        assert (got is None) == (want is None)
+        if isinstance(got, Tensor) and isinstance(want, Tensor):
+            assert (got.requires_grad, got.stride()) == (want.requires_grad, want.stride())
+            if not want.requires_grad:  # a gradient: what is made of NaN may be anything
+                got = torch.where(want.isnan(), want, got)
+            torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10, equal_nan=True)
     if isinstance(expected, dict):
         assert counts(run) == expected
     elif isinstance(expected, Unknown):

@@ -328,15 +328,12 @@ def test_one_row_of_ids_serves_all_rows():
     assert counts(run) == {"packed": 1}
 
 
-def test_ids_that_grow_in_the_first_row_alone_keep_the_mask():
+def test_ids_that_grow_in_the_first_row_alone_are_not_sorted():
     def make_mask(cu):
         values = (1 - 2 * torch.arange(2))[:, None] * tokens()
         return same(torch.searchsorted(cu, values, right=True)) & causal()
 
-    fn, tensors = attention(make_mask), inputs(2)
-    run = specialized(fn)
-    torch.testing.assert_close(run.call(*tensors, CU_SEQLENS), fn(*tensors, CU_SEQLENS), rtol=0, atol=0)
-    assert counts(run) == {}
+    assert_as_eager(attention(make_mask), Unknown("not proved to be sorted"), [CU_SEQLENS], inputs(2))
 
 
 def test_padding_of_each_row_is_its_own():
@@ -444,15 +441,12 @@ def test_dynamic_rows_of_padding_beside_dynamic_rows_of_tokens(first):
         run.call(*inputs(4), torch.ones(3, 12 + first, dtype=torch.bool))
 
 
-def test_more_keys_than_queries_keep_the_mask():
+def test_more_keys_than_queries_are_not_classified():
     def fn(query, key, value):
         mask = torch.arange(4)[:, None] >= torch.arange(T)
         return torch.nn.functional.scaled_dot_product_attention(query[:, :, :4], key, value, attn_mask=mask)
 
-    run = specialized(fn)
-    run.call(*inputs())
-    assert counts(run) == {}
-    assert "as many keys" in run.report.passes[0].skips[0].reason
+    assert_as_eager(fn, Unknown("as many keys"))
 
 
 @pytest.mark.parametrize(
@@ -466,14 +460,14 @@ def test_more_keys_than_queries_keep_the_mask():
     ids=["added", "boolean", "a part", "compared"],
 )
 def test_a_mask_that_is_an_input_says_so(mask, given):
-    run = specialized(attention(given))
+    run = specialized(attention(given), compiler="inductor")  # which makes no kernel of block lists on a CPU
     run.call(*inputs(), mask)
     (reason,) = set(run.skip_reasons)
     assert re.match("the mask is an input of the graph, '.*', so its contents are not known", reason)
 
 
 def test_a_vector_that_is_an_input_is_read():
-    run = specialized(attention(same))
+    run = specialized(attention(same), compiler="inductor")
     run.call(*inputs(), ids_of_steps(POSITIONS))
     assert run.skip_reasons
     assert all("is an input of the graph" not in reason for reason in run.skip_reasons)
