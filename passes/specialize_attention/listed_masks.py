@@ -13,9 +13,9 @@ from torch import fx
 from glue_compiler.fx.index_expressions import IndexReader
 from glue_compiler.fx.index_views import Element, NotAView, broadcast_index, source_of
 from glue_compiler.fx.operators import FOUND, Operators, Value
+from glue_compiler.fx.value_numbering import Scope
 from glue_compiler.fx.values import expression, requires_grad, storages_of, value_of
 from glue_compiler.passes.specialize_attention.attention_parts import AttentionSite, EmptyRows, Mask
-from glue_compiler.passes.specialize_attention.gradients import Gradients
 from glue_compiler.passes.specialize_attention.masks import UnknownMask
 
 _GIVEN = ("placeholder", "get_attr")
@@ -26,8 +26,9 @@ class ListedMask:
     """A mask whose block lists are made from its values.
 
     Attributes:
-        node: of the site's graph. The attention and its backward find in its memory what it has made. Its sizes are
-            1, or those of the site's scores ``[B, Hq, Q, K]``, whose last ones they are.
+        node: of the site's graph. The attention finds in its memory what it has made. Its sizes are 1, or those of
+            the site's scores ``[B, Hq, Q, K]``, whose last ones they are.
+        scope, source: the outermost graph around the site in which lists can be made, and its node for the mask.
         number: equal for masks that are equal when they are made.
         kind: as :attr:`Mask.role`.
         dtype: that autocast casts it to; None: it stays as it is.
@@ -35,6 +36,8 @@ class ListedMask:
     """
 
     node: fx.Node
+    scope: Scope
+    source: fx.Node
     number: Any
     kind: str
     empty_rows: EmptyRows
@@ -57,16 +60,33 @@ def listed_mask(site: AttentionSite, reader: IndexReader) -> ListedMask:
         raise UnknownMask("the mask is not a plain tensor")
     _require_dtype(mask, site, reader)
     value, node = _smallest(mask.value, site, reader)
-    if not Gradients(site.output, operators).may_save(node):
-        raise UnknownMask("the mask is written in place later, and backward would read it")
+    scope, source = _outermost(value, node, site, operators)
     return ListedMask(
         node,
+        scope,
+        source,
         operators.number(value),
         mask.role,
         mask.empty_rows,
         _cast_to(mask, site, operators),
         _is_given(value, operators),
     )
+
+
+def _outermost(value: Value, node: fx.Node, site: AttentionSite, operators: Operators) -> tuple[Scope, fx.Node]:
+    """Where bodies around the site are passed the mask, if its sizes say for how many queries and keys it is."""
+    scope = site.scope
+    known = (1, 1, *map(expression, value_of(node).shape))[-2:]
+    wanted = (expression(value_of(each).shape[2]) for each in (site.query, site.key))
+    if any(size != one and not isinstance(size, int) for size, one in zip(wanted, known, strict=True)):
+        return scope, node
+    passed = operators.passed(value)
+    while passed is not None and scope.call is not None and scope.parent is not None:
+        outer = operators.operand(passed, scope.call.node)
+        if outer is None or outer.graph is not scope.parent.module.graph:
+            break
+        scope, node, passed = scope.parent, outer, operators.passed(passed)
+    return scope, node
 
 
 def _is_given(mask: Value, operators: Operators) -> bool:

@@ -19,7 +19,7 @@ from glue_compiler.passes.specialize_attention.analysis import Plan, Replacement
 from glue_compiler.passes.specialize_attention.attention_parts import AttentionSite
 from glue_compiler.passes.specialize_attention.listed_masks import ListedMask
 from glue_compiler.passes.specialize_attention.memory_layouts import has_layout, layout_of
-from glue_compiler.passes.specialize_attention.metadata_places import MetadataPlace
+from glue_compiler.passes.specialize_attention.metadata_places import MetadataPlace, anchor
 from glue_compiler.passes.specialize_attention.metadata_vectors import MetadataVectors
 from glue_compiler.passes.specialize_attention.node_maker import NodeMaker
 
@@ -53,6 +53,7 @@ class _Writer:
     def write(self, replacement: Replacement) -> None:
         site = replacement.site
         packed = self._packed_metadata(replacement) if replacement.metadata is not None else None
+        listed = self._lists(site, replacement.mask) if replacement.mask is not None else None
         visibility = replacement.visibility
         self.make.meta = {
             name: site.output.meta[name] for name in ("stack_trace", "nn_module_stack") if name in site.output.meta
@@ -62,8 +63,8 @@ class _Writer:
         expected = value_of(site.output)
         with graph.inserting_before(site.output):
             query, key, value = self._operands(site, expected.dtype)
-            if replacement.mask is not None:
-                result = self._listed(site, replacement.mask, query, key, value)
+            if replacement.mask is not None and listed is not None:
+                result = self._listed(site, replacement.mask, (query, key, value), *listed)
             elif packed is not None:
                 assert visibility is not None
                 cu_seqlens, *blocks = packed
@@ -120,34 +121,45 @@ class _Writer:
 
     # -- attention under a mask that is read
 
-    def _listed(self, site: AttentionSite, mask: ListedMask, query: fx.Node, key: fx.Node, value: fx.Node) -> fx.Node:
+    def _listed(
+        self,
+        site: AttentionSite,
+        mask: ListedMask,
+        operands: tuple[fx.Node, fx.Node, fx.Node],
+        node: fx.Node,
+        lists: list[fx.Node],
+    ) -> fx.Node:
+        settings = (mask.kind, mask.empty_rows, site.scale, site.softcap)
+        sinks = {} if site.sinks is None else {"sinks": self.results.get(site.sinks, site.sinks)}
         graph = site.scope.module.graph
+        return self.make.call(graph, _glue.masked_attention.default, *operands, node, lists, *settings, **sinks)
+
+    def _lists(self, site: AttentionSite, mask: ListedMask) -> tuple[fx.Node, list[fx.Node]]:
+        """The mask, perhaps a copy of it, and its block lists, as nodes of the site's graph."""
         sizes = tuple(str(expression(value_of(node).shape[2])) for node in (site.query, site.key))
-        shared = (site.scope, mask.number, mask.kind, mask.empty_rows, mask.dtype, mask.is_given, sizes)
+        shared = (mask.scope, mask.number, mask.kind, mask.empty_rows, mask.dtype, mask.is_given, sizes)
         if shared not in self.lists:
             self.lists[shared] = self._write_lists(site, mask)
-        node, lists = self.lists[shared]
-        node = node or self.results.get(mask.node, mask.node)
-        sinks = self.results.get(site.sinks, site.sinks) if site.sinks is not None else None
-        further = {"sinks": sinks} if sinks is not None else {}
-        settings = (mask.kind, mask.empty_rows, site.scale, site.softcap)
-        return self.make.call(
-            graph, _glue.masked_attention.default, query, key, value, node, lists, *settings, **further
-        )
+        copy, lists = self.lists[shared]
+        here = [self.make.brought_to(node, mask.scope, site.scope) for node in lists]
+        if copy is None:
+            return self.results.get(mask.node, mask.node), here
+        return self.make.brought_to(copy, mask.scope, site.scope), here
 
     def _write_lists(self, site: AttentionSite, mask: ListedMask) -> tuple[fx.Node | None, list[fx.Node]]:
-        """The mask, if it is copied, and its block lists."""
-        graph = site.scope.module.graph
-        given = node = self.results.get(mask.node, mask.node)
-        if mask.dtype is not None:
-            node = self.make.method(graph, "to", node, mask.dtype)
-        if node is not given or not mask.is_given:
-            # The kernels of backward find it in memory too, and nobody writes it before.
-            copies = self.make.call(graph, _glue.materialized.default, [node])
-            node = self.make.call(graph, operator.getitem, copies, 0)
-        sizes = [self._size_of_scores(dim, site, given) for dim in (-2, -1)]
-        blocks = self.make.call(graph, _glue.mask_blocks.default, node, *sizes, mask.kind, mask.empty_rows)
-        lists = [self.make.call(graph, operator.getitem, blocks, i) for i in range(len(value_of(blocks)))]
+        graph, before = mask.scope.module.graph, anchor(site.output, site.scope, mask.scope)
+        self.make.meta, self.make.mode = {}, self.reader.operators.mode(before)
+        given = node = self.results.get(mask.source, mask.source)
+        with graph.inserting_before(before):
+            if mask.dtype is not None:
+                node = self.make.method(graph, "to", node, mask.dtype)
+            if node is not given or not mask.is_given:
+                # The kernels of backward find it in memory too, and nobody writes it before.
+                copies = self.make.call(graph, _glue.materialized.default, [node])
+                node = self.make.call(graph, operator.getitem, copies, 0)
+            sizes = [self._size_of_scores(dim, site, given) for dim in (-2, -1)]
+            blocks = self.make.call(graph, _glue.mask_blocks.default, node, *sizes, mask.kind, mask.empty_rows)
+            lists = [self.make.call(graph, operator.getitem, blocks, i) for i in range(len(value_of(blocks)))]
         return node if node is not given else None, lists
 
     def _size_of_scores(self, dim: int, site: AttentionSite, mask: fx.Node) -> Any:
