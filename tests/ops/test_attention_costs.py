@@ -2,7 +2,7 @@
 
 import pytest
 
-from glue_compiler.ops.attention_costs import MEASURED, pays
+from glue_compiler.ops.attention_costs import MEASURED, lists_pay, pays
 
 
 @pytest.mark.parametrize(
@@ -22,8 +22,15 @@ def test_long_rows_and_many_layers_pay(length, layers, expected):
     assert pays((8, 0), length, layers) == expected  # not measured: as the one that was
 
 
+@pytest.mark.parametrize(("queries", "expected"), [(8192, True), (512, True), (511, False), (1, False), (None, True)])
+def test_lists_of_a_mask_pay_for_many_queries(queries, expected):
+    assert lists_pay((9, 0), queries) == expected
+    assert lists_pay((8, 0), queries) == expected
+
+
 def test_other_devices_are_not_estimated():
     assert pays(None, 1, 1)
+    assert lists_pay(None, 1)
 
 
 def test_tables_grow():

@@ -173,7 +173,7 @@ def test_grouped_heads(key_heads):
 def test_sizes_that_vary(write):
     fn = written_out(lambda scores, mask: scores.masked_fill(~mask, -1e30)) if write else sdpa
     run = specialized(fn, dynamic=True, eager=False)
-    for rows, queries, keys in ((2, 130, 150), (3, 200, 300), (4, 140, 500)):
+    for rows, queries, keys in ((3, 130, 150), (4, 200, 300), (5, 140, 500)):
         mask = random_mask(rows, 1, queries, keys)
         tensors = [inputs(rows, length=n)[i] for i, n in enumerate((queries, keys, keys))]
         for found, wanted in zip(run_as(run.call, tensors, [mask]), run_as(fn, tensors, [mask]), strict=True):

@@ -33,6 +33,7 @@ MODELS = {
         "sliding_window": 5,
         "layer_types": ["sliding_attention", "full_attention"],
     },
+    "gemma2": {"num_hidden_layers": 2, "sliding_window": 5, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 8},
     "gpt_oss": {"sliding_window": 5, "num_local_experts": 2, "num_experts_per_tok": 1},
     "modernbert": {"num_hidden_layers": 2, "local_attention": 6, "global_attn_every_n_layers": 2, "sep_token_id": 2},
 }
@@ -141,15 +142,15 @@ def test_padding(kind, side):
     assert len(run.graphs) == 1
 
 
-def test_padding_added_to_the_scores_is_left_alone():
+def test_padding_added_to_the_scores_is_read():
+    """Queries that see no key get what eager gives them."""
     model = tiny("llama", "eager").eval()
     run = specialized(model, eager=False)
     batch = batch_of(rows=2, packed=False)
     batch["attention_mask"] = torch.ones(2, LENGTH, dtype=torch.long)
     batch["attention_mask"][0, :3] = 0
     assert_steps_are_close(model, run, batch)
-    assert counts(run) == {}
-    assert all("depends on the scores" in reason for reason in run.skip_reasons)
+    assert counts(run) == {"listed": 1}
 
 
 class WithoutExperts(torch.nn.Module):
@@ -159,11 +160,17 @@ class WithoutExperts(torch.nn.Module):
         return x, None
 
 
-def test_attention_sinks_are_left_alone():
+def test_attention_sinks():
     model = tiny("gpt_oss", "eager")
     for layer in model.model.layers:
         layer.mlp = WithoutExperts()
     run = specialized(model, eager=False)
     assert_steps_are_close(model, run, batch_of(packed=False))
-    assert counts(run) == {}
-    assert any("sinks" in reason for reason in run.skip_reasons)
+    assert counts(run) == {"listed": 1}
+
+
+def test_soft_caps():
+    model = tiny("gemma2", "eager").eval()
+    run = specialized(model, eager=False)
+    assert_steps_are_close(model, run, batch_of(rows=2, packed=False))
+    assert counts(run) == {"listed": 2}
