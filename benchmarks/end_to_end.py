@@ -1,6 +1,7 @@
 """Whole training steps, loss and AdamW included, with totals that vary against a fixed total, on one GPU.
 
     python -m benchmarks.end_to_end [--rows qwen3-bf16,qwen3-autocast] [--variants glue,inductor,flex,eager]
+    python -m benchmarks.end_to_end --rows qwen3-bf16 --variants glue-layers,inductor-layers,flex-layers
 
 A row is an unmodified model of transformers, random weights, one row of packed documents that differ each step. First
 all totals are the same, so torch compiles for that size; then they vary, and it compiles once more, for any size. Both
@@ -10,6 +11,11 @@ one after the other as soon as nothing compiles any more, or ``--limit`` is over
 The table at the end has, for each variant: milliseconds of a step with the fixed total; microseconds for a token, with
 the fixed total and with totals that vary, and their ratio; graphs that were compiled, glue's warnings, memory, and the
 seconds until both compiles were done. ``flex`` is Inductor with transformers' flex_attention, the others have sdpa.
+A variant that ends in ``-layers`` compiles each decoder layer by itself (``layer.compile(...)``), as FSDP2 recipes do;
+masks, rotary tables and the loss are eager then, and equal layers share their graphs.
+
+All that is compared is on the device at once: rows of billions of weights need a run of their own (``gpt-oss``: 26 GiB
+for each variant, while it waits).
 
 On a CPU sizes are tiny, to test the code: ``--device cpu --compiler aot_eager``.
 """
@@ -17,7 +23,6 @@ On a CPU sizes are tiny, to test the code: ``--device cpu --compiler aot_eager``
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import multiprocessing
 import os
@@ -25,17 +30,17 @@ import statistics
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
-from benchmarks.packed_attention import random_lengths
+from benchmarks.end_to_end_rows import ROWS, Size
 
-VARIANTS = ("glue", "inductor", "flex", "eager")
+DEFAULT_ROWS = ("qwen3-bf16", "qwen3-autocast")
+DEFAULT_VARIANTS = ("glue", "inductor", "flex", "eager")
 """In the order in which they start, those that compile fastest first."""
 COLUMNS = {
     "fixed_ms": "step ms",
@@ -51,70 +56,29 @@ COLUMNS = {
 
 
 @dataclass(frozen=True)
-class Size:
-    """``least`` to ``tokens`` tokens in a batch; ``layers`` None: as published. ``is_tiny``: to test the code."""
-
-    tokens: int
-    least: int
-    layers: int | None
-    is_tiny: bool
-
-
-@dataclass(frozen=True)
-class Workload:
-    """What a row trains.
+class Variant:
+    """What compiles a row, and what it compiles.
 
     Attributes:
-        batch: a batch of so many tokens; a generator draws its documents.
-        around: the context of each forward.
+        compiler: "glue", "inductor" or, for eager, None.
+        attention: transformers' name for it.
+        by_layers: each decoder layer by itself; what is around the layers stays eager.
     """
 
-    model: nn.Module
-    batch: Callable[[int, torch.Generator], dict[str, Tensor]]
-    around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    compiler: str | None
+    attention: str = "sdpa"
+    by_layers: bool = False
 
 
-# -- rows: (size, device, transformers' name for the attention) → what is trained
-
-
-def qwen3_bf16(size: Size, device: str, attention: str) -> Workload:
-    """Qwen3-0.6B's shape, weights in bf16."""
-    model = _qwen3(size, device, attention).to(torch.bfloat16)
-    return Workload(model, _packed_batches(model, device))
-
-
-def qwen3_autocast(size: Size, device: str, attention: str) -> Workload:
-    """The same, weights in fp32, forward under autocast to bf16."""
-    model = _qwen3(size, device, attention)
-    return Workload(model, _packed_batches(model, device), lambda: torch.autocast(device, dtype=torch.bfloat16))
-
-
-ROWS: dict[str, Callable[[Size, str, str], Workload]] = {"qwen3-bf16": qwen3_bf16, "qwen3-autocast": qwen3_autocast}
-
-
-def _qwen3(size: Size, device: str, attention: str) -> nn.Module:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    shape = (256, 64, 96, 2, 4, 2, 16) if size.is_tiny else (151936, 1024, 3072, 28, 16, 8, 128)
-    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    settings = dict(zip((*names, "num_key_value_heads", "head_dim"), shape, strict=True))
-    if size.layers:
-        settings["num_hidden_layers"] = size.layers
-    config = Qwen3Config(**settings, tie_word_embeddings=True, use_cache=False, attn_implementation=attention)
-    with torch.device(device):
-        return Qwen3ForCausalLM(config).train()
-
-
-def _packed_batches(model: nn.Module, device: str) -> Callable[[int, torch.Generator], dict[str, Tensor]]:
-    vocabulary: int = model.config.vocab_size
-
-    def batch(tokens: int, generator: torch.Generator) -> dict[str, Tensor]:
-        positions = torch.cat([torch.arange(length) for length in random_lengths(tokens, generator)])[None]
-        ids = torch.randint(vocabulary, positions.shape, generator=generator)
-        made = {"input_ids": ids, "position_ids": positions, "labels": ids.masked_fill(positions == 0, -100)}
-        return {name: tensor.to(device) for name, tensor in made.items()}
-
-    return batch
+VARIANTS = {
+    "glue": Variant("glue"),
+    "inductor": Variant("inductor"),
+    "flex": Variant("inductor", "flex_attention"),
+    "eager": Variant(None),
+    "glue-layers": Variant("glue", by_layers=True),
+    "inductor-layers": Variant("inductor", by_layers=True),
+    "flex-layers": Variant("inductor", "flex_attention", by_layers=True),
+}
 
 
 # -- one variant of one row, in a process of its own
@@ -133,13 +97,20 @@ class Trainer:
     def __init__(self, row: str, variant: str, size: Size, device: str, compiler: str) -> None:
         torch.manual_seed(0)
         self.size, self.device = size, device
-        self.workload = ROWS[row](size, device, "flex_attention" if variant == "flex" else "sdpa")
+        how = VARIANTS[variant]
+        self.workload = ROWS[row].build(size, device, how.attention)
         self.call = self.workload.model
-        if variant == "glue":
-            self.call = torch.compile(self.call, backend="glue", options={"compiler": compiler})
-        elif variant != "eager":
-            self.call = torch.compile(self.call, backend=compiler)
-        self.optimizer = torch.optim.AdamW(self.workload.model.parameters(), lr=1e-5, fused=True)
+        if how.compiler is not None:
+            settings: dict[str, Any] = {"backend": compiler}
+            if how.compiler == "glue":
+                settings = {"backend": "glue", "options": {"compiler": compiler}}
+            if how.by_layers:
+                for layer in self.workload.layers:
+                    layer.compile(**settings)
+            else:
+                self.call = torch.compile(self.call, **settings)
+        trained = [weight for weight in self.workload.model.parameters() if weight.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
         self.generator = torch.Generator().manual_seed(0)
 
     def steps(self, number: int, varies: bool) -> Iterator[Timed]:
@@ -239,7 +210,7 @@ class Running:
             return {"failed": "the process ended"}
 
 
-def run_all(rows: list[str], variants: list[str], size: Size, arguments: argparse.Namespace) -> list[Running]:
+def run_all(rows: list[str], variants: list[str], arguments: argparse.Namespace) -> list[Running]:
     """Start everything, wait until all have compiled or the limit is over, time one after the other."""
     context = multiprocessing.get_context("spawn")
     start = time.monotonic()
@@ -247,7 +218,7 @@ def run_all(rows: list[str], variants: list[str], size: Size, arguments: argpars
     for variant in variants:
         for row in rows:
             ours, theirs = context.Pipe()
-            which = (row, variant, size, arguments.device, arguments.compiler)
+            which = (row, variant, size_of(row, arguments), arguments.device, arguments.compiler)
             schedule = Schedule(timed=arguments.steps)
             process = context.Process(target=measure, args=(theirs, schedule, *which))
             process.start()
@@ -300,17 +271,20 @@ def _cell(value: float) -> str:
     return str(value) if isinstance(value, int) else f"{value:.4g}"
 
 
-def _size(arguments: argparse.Namespace) -> Size:
-    tokens, least = (8192, 6000) if arguments.device == "cuda" else (256, 130)
-    return Size(arguments.tokens or tokens, arguments.least or least, arguments.layers, arguments.device != "cuda")
+def size_of(row: str, arguments: argparse.Namespace) -> Size:
+    is_tiny = arguments.device != "cuda"
+    tokens = arguments.tokens or (256 if is_tiny else ROWS[row].tokens)
+    return Size(tokens, arguments.least or tokens * 6000 // 8192, arguments.layers, is_tiny)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", default=",".join(ROWS), help=f"of {', '.join(ROWS)}")
-    parser.add_argument("--variants", default=",".join(VARIANTS), help=f"of {', '.join(VARIANTS)}")
-    parser.add_argument("--tokens", type=int, help="the fixed total, which those that vary stay below")
-    parser.add_argument("--least", type=int, help="the least total of those that vary")
+    parser.add_argument("--rows", default=",".join(DEFAULT_ROWS), help=f"of {', '.join(ROWS)}")
+    parser.add_argument("--variants", default=",".join(DEFAULT_VARIANTS), help=f"of {', '.join(VARIANTS)}")
+    parser.add_argument(
+        "--tokens", type=int, help="the fixed total, which those that vary stay below; a row has its own"
+    )
+    parser.add_argument("--least", type=int, help="the least total of those that vary; 6000 of 8192 by default")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--steps", type=int, default=10, help="timed, for each of the two kinds of totals")
     parser.add_argument("--limit", type=float, default=290, help="seconds for all compiles together")
@@ -320,10 +294,15 @@ def main() -> None:
     arguments = parser.parse_args()
     # Totals that vary leave holes in memory that is cut into blocks of fixed sizes.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    size = _size(arguments)
     device = torch.cuda.get_device_name() if arguments.device == "cuda" else "CPU"
-    print(f"torch {torch.__version__} on {device}, {size}", flush=True)
-    found = run_all(arguments.rows.split(","), arguments.variants.split(","), size, arguments)
+    rows = arguments.rows.split(",")
+    print(
+        f"torch {torch.__version__} on {device}",
+        *(f"{row}: {size_of(row, arguments)}" for row in rows),
+        sep="\n",
+        flush=True,
+    )
+    found = run_all(rows, arguments.variants.split(","), arguments)
     print_table(found)
     if arguments.json:
         with open(arguments.json, "w") as file:

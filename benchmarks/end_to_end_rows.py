@@ -1,0 +1,138 @@
+"""What the rows of benchmarks.end_to_end train: unmodified models of transformers, random weights, packed batches.
+
+A row is a published model's shape. Tiny sizes, to test the code, change numbers of heads, layers and experts, and
+nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.packed_attention import random_lengths
+
+
+@dataclass(frozen=True)
+class Size:
+    """``least`` to ``tokens`` tokens in a batch; ``layers`` None: the row's. ``is_tiny``: to test the code."""
+
+    tokens: int
+    least: int
+    layers: int | None
+    is_tiny: bool
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a row trains.
+
+    Attributes:
+        layers: the decoder layers, for variants that compile each by itself.
+        batch: a batch of so many tokens; a generator draws its documents.
+        around: the context of each forward.
+    """
+
+    model: nn.Module
+    layers: nn.ModuleList
+    batch: Callable[[int, torch.Generator], dict[str, Tensor]]
+    around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+
+
+@dataclass(frozen=True)
+class Row:
+    """``build``: (size, device, transformers' name for the attention) → what is trained, with ``tokens`` by default."""
+
+    build: Callable[[Size, str, str], Workload]
+    tokens: int = 8192
+
+
+def qwen3_bf16(size: Size, device: str, attention: str) -> Workload:
+    """Qwen3-0.6B's shape, weights in bf16."""
+    return _packed(_causal_model("qwen3", size, device, attention), device)
+
+
+def qwen3_autocast(size: Size, device: str, attention: str) -> Workload:
+    """The same, weights in fp32, forward under autocast to bf16."""
+    workload = _packed(_causal_model("qwen3", size, device, attention, torch.float32), device)
+    return replace(workload, around=partial(torch.autocast, device, dtype=torch.bfloat16))
+
+
+def llama_lora(size: Size, device: str, attention: str) -> Workload:
+    """Llama-3.2-1B's shape in bf16, checkpointed, LoRA on its attention; adapters in fp32, as peft makes them."""
+    import peft
+
+    model = _causal_model("llama", size, device, attention)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    projections = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=16, target_modules=projections, task_type="CAUSAL_LM"))
+    return replace(_packed(model, device), model=adapted)
+
+
+def gemma3_1b(size: Size, device: str, attention: str) -> Workload:
+    """gemma-3-1b's shape in bf16: five layers with a window of 512 for each one without."""
+    return _packed(_causal_model("gemma3_text", size, device, attention), device)
+
+
+def gpt_oss(size: Size, device: str, attention: str) -> Workload:
+    """Four layers of gpt-oss-20b's shape in bf16. transformers writes its attention out where others have sdpa."""
+    written = "eager" if attention == "sdpa" else attention
+    return _packed(_causal_model("gpt_oss", size, device, written), device)
+
+
+ROWS = {
+    "qwen3-bf16": Row(qwen3_bf16),
+    "qwen3-autocast": Row(qwen3_autocast),
+    "llama-lora": Row(llama_lora),
+    "gemma3-1b": Row(gemma3_1b),
+    "gpt-oss": Row(gpt_oss, tokens=2048),
+}
+
+NAMES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim"),
+)
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3": dict(zip(NAMES, (151936, 1024, 3072, 28, 16, 8, 128), strict=True)) | {"tie_word_embeddings": True},
+    "llama": dict(zip(NAMES, (128256, 2048, 8192, 16, 32, 8, 64), strict=True)) | {"tie_word_embeddings": True},
+    "gemma3_text": dict(zip(NAMES, (262144, 1152, 6912, 26, 4, 1, 256), strict=True)) | {"sliding_window": 512},
+    "gpt_oss": dict(zip(NAMES, (201088, 2880, 2880, 4, 64, 8, 64), strict=True)) | {"num_local_experts": 32},
+}
+"""By transformers' type of model."""
+TINY = dict(zip(NAMES, (256, 64, 96, 2, 4, 2, 16), strict=True))
+TINY_TOO: dict[str, dict[str, Any]] = {
+    "gemma3_text": {"sliding_window": 32, "sliding_window_pattern": 2},
+    "gpt_oss": {"sliding_window": 32, "num_local_experts": 4},
+}
+
+
+def _causal_model(family: str, size: Size, device: str, attention: str, dtype: torch.dtype = torch.bfloat16) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings = dict(SHAPES[family])
+    if size.is_tiny:
+        settings |= TINY | TINY_TOO.get(family, {})
+    if size.layers:
+        settings["num_hidden_layers"] = size.layers
+    # Ids of special tokens that lie outside of a tiny vocabulary are refused; none is used.
+    special = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
+    config = AutoConfig.for_model(family, use_cache=False, max_position_embeddings=131072, **special, **settings)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention).train()
+
+
+def _packed(model: Any, device: str) -> Workload:
+    vocabulary: int = model.config.vocab_size
+
+    def batch(tokens: int, generator: torch.Generator) -> dict[str, Tensor]:
+        positions = torch.cat([torch.arange(length) for length in random_lengths(tokens, generator)])[None]
+        ids = torch.randint(vocabulary, positions.shape, generator=generator)
+        made = {"input_ids": ids, "position_ids": positions, "labels": ids.masked_fill(positions == 0, -100)}
+        return {name: tensor.to(device) for name, tensor in made.items()}
+
+    return Workload(model, model.model.layers, batch)
