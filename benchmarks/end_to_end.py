@@ -11,7 +11,7 @@ one after the other as soon as nothing compiles any more, or ``--limit`` is over
 The table at the end has, for each variant: milliseconds of a step with the fixed total; microseconds for a token, with
 the fixed total and with totals that vary, and their ratio; graphs that were compiled, glue's warnings, memory, and the
 seconds until both compiles were done. ``flex`` is Inductor with transformers' flex_attention, the others have sdpa.
-A variant that ends in ``-layers`` compiles each decoder layer by itself (``layer.compile(...)``), as FSDP2 recipes do;
+``glue-torch`` takes no kernels of other packages. A variant that ends in ``-layers`` compiles each decoder layer by itself (``layer.compile(...)``), as FSDP2 recipes do;
 masks, rotary tables and the loss are eager then, and equal layers share their graphs.
 
 All that is compared is on the device at once: rows of billions of weights need a run of their own (``gpt-oss``: 26 GiB
@@ -63,11 +63,13 @@ class Variant:
         compiler: "glue", "inductor" or, for eager, None.
         attention: transformers' name for it.
         by_layers: each decoder layer by itself; what is around the layers stays eager.
+        kernels: glue's option.
     """
 
     compiler: str | None
     attention: str = "sdpa"
     by_layers: bool = False
+    kernels: str = "all"
 
 
 VARIANTS = {
@@ -75,6 +77,7 @@ VARIANTS = {
     "inductor": Variant("inductor"),
     "flex": Variant("inductor", "flex_attention"),
     "eager": Variant(None),
+    "glue-torch": Variant("glue", kernels="torch"),
     "glue-layers": Variant("glue", by_layers=True),
     "inductor-layers": Variant("inductor", by_layers=True),
     "flex-layers": Variant("inductor", "flex_attention", by_layers=True),
@@ -103,7 +106,7 @@ class Trainer:
         if how.compiler is not None:
             settings: dict[str, Any] = {"backend": compiler}
             if how.compiler == "glue":
-                settings = {"backend": "glue", "options": {"compiler": compiler}}
+                settings = {"backend": "glue", "options": {"compiler": compiler, "kernels": how.kernels}}
             if how.by_layers:
                 for layer in self.workload.layers:
                     layer.compile(**settings)

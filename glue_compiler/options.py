@@ -13,6 +13,7 @@ from glue_compiler import accelerate_backend, compat
 from glue_compiler.errors import GlueOptionError, GlueWarning, unknown_name
 
 Compiler = Literal["inductor", "aot_eager"]
+Kernels = Literal["all", "torch"]
 ASSUMPTIONS = ("sorted_document_ids",)
 
 _ENVIRONMENT = {
@@ -20,6 +21,7 @@ _ENVIRONMENT = {
     "GLUE_DISABLE": "passes",
     "GLUE_STRICT": "strict",
     "GLUE_COMPILER": "compiler",
+    "GLUE_KERNELS": "kernels",
     "GLUE_HOIST_LIMIT": "hoist_limit",
     "GLUE_MEMOIZE_THRESHOLD": "memoize_threshold",
     "GLUE_OFFLOAD": "offload",
@@ -38,6 +40,8 @@ class GlueOptions:
     Attributes:
         compiler: what the rewritten graph is handed to: ``"inductor"``, or ``"aot_eager"`` (AOTAutograd, then eager
             operators: for debugging and for bitwise comparisons).
+        kernels: ``"all"``: also those of other packages that are installed, where they are the faster ones.
+            ``"torch"``: those that come with torch and glue alone.
         dump: folder for graph dumps and ``summary.json``, or None.
         passes: pass name → on or off; passes not named keep their default.
         strict: raise when a pass fails, instead of restoring the graph and warning.
@@ -60,6 +64,7 @@ class GlueOptions:
     """
 
     compiler: Compiler = "inductor"
+    kernels: Kernels = "all"
     dump: str | None = None
     passes: Mapping[str, bool] = field(default_factory=dict)
     strict: bool = False
@@ -228,8 +233,15 @@ def _offload(value: Any, _: Collection[str]) -> str | None:
     return str(value)
 
 
+def _kernels(value: Any, _: Collection[str]) -> str:
+    if value not in get_args(Kernels):
+        raise GlueOptionError(unknown_name("kernels", str(value), get_args(Kernels), list_as="Kernels"))
+    return str(value)
+
+
 _CONVERT = {
     "compiler": _compiler,
+    "kernels": _kernels,
     "dump": _dump,
     "passes": _passes,
     "strict": _flag("strict"),

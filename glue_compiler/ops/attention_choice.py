@@ -8,11 +8,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from glue_compiler.options import Compiler
+from glue_compiler.ops import flash_attn4
+from glue_compiler.options import Compiler, Kernels
 
-Kernel = Literal["flex", "varlen"]
-"""``flex``: ``packed_attention`` with ``document_blocks``, from ``document_offsets``. ``varlen``: without, from
-``exact_document_offsets`` on CUDA, whose grid of blocks grows with empty documents."""
+Kernel = Literal["flex", "varlen", "flash4"]
+"""``flex``: ``packed_attention`` with ``document_blocks``, from ``document_offsets``, or ``masked_attention``.
+``varlen``: ``packed_attention`` without, from ``exact_document_offsets`` on CUDA, whose grid of blocks grows with empty
+documents. ``flash4``: the same, or ``masked_attention``, with FlashAttention 4."""
+
+_FLASH4_LENGTH = 2048
+"""Tokens in a row from which on FlashAttention 4 is taken: below, launches are most of a kernel's time."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,8 @@ class AttentionCall:
         rows: of the batch. length: tokens in a row.
         dropout: probability that is applied.
         hides_keys: some keys are seen by no query, such as padding.
+        reads_bits: a boolean mask is read over lists of its blocks, and nothing else changes the scores.
+        kernels: which may serve it, of the option of that name.
     """
 
     device: str
@@ -41,6 +48,8 @@ class AttentionCall:
     length: int | None
     dropout: float = 0.0
     hides_keys: bool = False
+    reads_bits: bool = False
+    kernels: Kernels = "all"
 
     @classmethod
     def of(cls, query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.0) -> AttentionCall:
@@ -70,6 +79,9 @@ def choose(call: AttentionCall, compiler: Compiler) -> Kernel | None:
         if _cpu_reason(compiler):
             return None
         return "flex" if call.hides_keys else "varlen"
+    if not _flash4_reason(call):
+        # 0.4 to 0.9 of flex_attention's time in benchmarks/attention_kernels.py.
+        return "flash4"
     if compiler == "inductor" and not _flex_reason(call):
         # Faster than FlashAttention 2 in every shape of benchmarks/attention_kernels.py, forward and backward,
         # deterministic, and free of host synchronisation.
@@ -135,6 +147,25 @@ def _flex_reason(call: AttentionCall) -> str | None:
     if not 16 <= call.head_size <= 256:
         return f"head size {call.head_size} is outside of flex_attention's 16 to 256"
     return None
+
+
+def _flash4_reason(call: AttentionCall) -> str | None:
+    if call.kernels == "torch":
+        return "only torch's own kernels are asked for"
+    if call.capability is None or not (9, 0) <= call.capability < (13, 0):
+        return f"{flash_attn4.PACKAGE} computes gradients from compute capability 9.0 on"
+    if call.dtype not in (torch.float16, torch.bfloat16):
+        return f"{flash_attn4.PACKAGE} has no kernel for {call.dtype}"
+    if call.length is not None and call.length < _FLASH4_LENGTH:
+        return "rows are short"
+    if call.hides_keys and not call.reads_bits:
+        return f"{flash_attn4.PACKAGE} leaves out no single keys"
+    largest = 128 if call.reads_bits else 256
+    if call.head_size > largest or call.head_size % 8:
+        return f"head size {call.head_size} is over {largest} or not divisible by 8"
+    if torch.are_deterministic_algorithms_enabled():
+        return "deterministic algorithms are asked for"
+    return flash_attn4.unusable()
 
 
 def _flash_reason(call: AttentionCall) -> str | None:

@@ -10,7 +10,7 @@ from glue_compiler.fx.index_expressions import IndexReader
 from glue_compiler.fx.operators import Operators
 from glue_compiler.fx.value_numbering import number_values
 from glue_compiler.graph_pass import GraphPass, Numerics, PassContext, PassResult
-from glue_compiler.passes.specialize_attention.analysis import plan_attention
+from glue_compiler.passes.specialize_attention.analysis import Settings, plan_attention
 from glue_compiler.passes.specialize_attention.rewrite import apply_plan
 
 
@@ -25,13 +25,14 @@ class SpecializeAttention(GraphPass):
     numerics: ClassVar[Numerics] = Numerics.CLOSE
 
     def cache_options(self, options: Any) -> Any:
-        return (options.compiler, tuple(sorted(options.assume.items())))
+        return (options.compiler, options.kernels, tuple(sorted(options.assume.items())))
 
     def run(self, graph: fx.GraphModule, context: PassContext) -> PassResult:
         numbering = number_values(graph, context.effects)
         reader = IndexReader(Operators(numbering, context.effects))
         assume_sorted = context.options.assume.get("sorted_document_ids", False)
-        plan = plan_attention(numbering, reader, context.options.compiler, assume_sorted=assume_sorted)
+        settings = Settings(context.options.compiler, context.options.kernels, assume_sorted)
+        plan = plan_attention(numbering, reader, settings)
         written = ((f"write {each.site.output.name} as {each.form}", each) for each in plan.replacements)
         plan.replacements = list(context.fuel.allowed(written))
         counts = apply_plan(plan, numbering, reader, context.effects.fake_mode)

@@ -17,7 +17,7 @@ from glue_compiler.fx.values import expression, source_line, value_of
 from glue_compiler.graph_pass import Skip
 from glue_compiler.ops.attention_choice import AttentionCall, Kernel, choose, unsupported
 from glue_compiler.ops.attention_costs import lists_pay, pays
-from glue_compiler.options import Compiler
+from glue_compiler.options import Compiler, Kernels
 from glue_compiler.passes.specialize_attention.attention_calls import attention_sites
 from glue_compiler.passes.specialize_attention.attention_parts import AttentionSite
 from glue_compiler.passes.specialize_attention.listed_masks import ListedMask, listed_mask
@@ -57,7 +57,16 @@ class Plan:
     skips: list[Skip] = field(default_factory=list)
 
 
-def plan_attention(numbering: Numbering, reader: IndexReader, compiler: Compiler, *, assume_sorted: bool) -> Plan:
+@dataclass(frozen=True)
+class Settings:
+    """What is known beside the graph: the compiler that gets it, the kernels that may be taken, and promises."""
+
+    compiler: Compiler
+    kernels: Kernels = "all"
+    assume_sorted: bool = False
+
+
+def plan_attention(numbering: Numbering, reader: IndexReader, settings: Settings) -> Plan:
     """Plan for a graph and the bodies in it. Reads only."""
     plan = Plan()
     seen: dict[Any, Visibility | UnknownMask] = {}
@@ -67,7 +76,7 @@ def plan_attention(numbering: Numbering, reader: IndexReader, compiler: Compiler
                 plan.skips.append(_skip(*found))
                 continue
             try:
-                plan.replacements.append(_planned(found, reader, compiler, assume_sorted, seen))
+                plan.replacements.append(_planned(found, reader, settings, seen))
             except UnknownMask as reason:
                 plan.skips.append(_skip(found.output, str(reason)))
     _leave_what_does_not_pay(plan)
@@ -78,11 +87,7 @@ def plan_attention(numbering: Numbering, reader: IndexReader, compiler: Compiler
 
 
 def _planned(
-    site: AttentionSite,
-    reader: IndexReader,
-    compiler: Compiler,
-    assume_sorted: bool,
-    seen: dict[Any, Visibility | UnknownMask],
+    site: AttentionSite, reader: IndexReader, settings: Settings, seen: dict[Any, Visibility | UnknownMask]
 ) -> Replacement:
     if layout_of(value_of(site.output)) is None:
         raise UnknownMask("the result is laid out in memory in a way of its own")
@@ -93,13 +98,16 @@ def _planned(
             "torch._dynamo.mark_static makes it known"
         )
     try:
-        return _replacement(site, _visibility(site, reader, assume_sorted, seen), reader, compiler)
+        return _replacement(site, _visibility(site, reader, settings.assume_sorted, seen), reader, settings)
     except UnknownMask as unknown:
         if site.mask is None:
             raise
         try:
             mask = listed_mask(site, reader)
-            call, kernel = _kernel(site, compiler, hides_keys=True)
+            reads_bits = (
+                mask.kind != "added" and mask.empty_rows != "mean" and site.softcap is None and site.sinks is None
+            )
+            call, kernel = _kernel(site, settings, hides_keys=True, reads_bits=reads_bits)
         except UnknownMask as reason:
             raise UnknownMask(f"{unknown}; and no block lists are made of it, because {reason}") from None
         return Replacement(site, None, "listed", kernel, call, mask=mask, unknown=str(unknown))
@@ -126,7 +134,7 @@ def _visibility(
     return found
 
 
-def _replacement(site: AttentionSite, visibility: Visibility, reader: IndexReader, compiler: Compiler) -> Replacement:
+def _replacement(site: AttentionSite, visibility: Visibility, reader: IndexReader, settings: Settings) -> Replacement:
     if site.softcap is not None or site.sinks is not None:
         changed = "its scores are capped" if site.sinks is None else "it has attention sinks"
         raise UnknownMask(f"the mask is {visibility.name}, but {changed}, which takes block lists of a mask")
@@ -136,21 +144,23 @@ def _replacement(site: AttentionSite, visibility: Visibility, reader: IndexReade
             "scores; a boolean mask of scaled_dot_product_attention gives zeros, and would be specialised"
         )
     if not visibility.documents and not visibility.keys and visibility.window < 0:
-        if site.inside and compiler == "inductor" and not has_sdpa_backward(value_of(site.output)):
+        if site.inside and settings.compiler == "inductor" and not has_sdpa_backward(value_of(site.output)):
             raise UnknownMask(
                 f"the mask is {visibility.name}, but Inductor of this torch fails on sdpa's backward in fp64"
             )
         return Replacement(site, visibility, "causal" if visibility.is_causal else "unmasked")
     place = metadata_place(site, visibility, reader)
     try:
-        call, kernel = _kernel(site, compiler, hides_keys=bool(visibility.keys))
+        call, kernel = _kernel(site, settings, hides_keys=bool(visibility.keys))
     except UnknownMask as reason:
         raise UnknownMask(f"the mask is {visibility.name}, but {reason}") from None
     return Replacement(site, visibility, "packed", kernel, call, place)
 
 
-def _kernel(site: AttentionSite, compiler: Compiler, *, hides_keys: bool) -> tuple[AttentionCall, Kernel]:
-    """The kernel for documents, or for single keys that are hidden.
+def _kernel(
+    site: AttentionSite, settings: Settings, *, hides_keys: bool, reads_bits: bool = False
+) -> tuple[AttentionCall, Kernel]:
+    """The kernel for documents, for single keys that are hidden, or for a mask that is read.
 
     Raises:
         UnknownMask: there is none.
@@ -163,10 +173,12 @@ def _kernel(site: AttentionSite, compiler: Compiler, *, hides_keys: bool) -> tup
     # On record is the dtype that autocast has made of the operands.
     dtype: torch.dtype = value_of(site.output).dtype
     call = AttentionCall.of(query, key, value, site.dropout)
-    call = dataclasses.replace(call, dtype=dtype, hides_keys=hides_keys)
-    kernel = choose(call, compiler)
+    call = dataclasses.replace(
+        call, dtype=dtype, hides_keys=hides_keys, reads_bits=reads_bits, kernels=settings.kernels
+    )
+    kernel = choose(call, settings.compiler)
     if kernel is None:
-        raise UnknownMask(str(unsupported(call, compiler)))
+        raise UnknownMask(str(unsupported(call, settings.compiler)))
     return call, kernel
 
 

@@ -64,12 +64,13 @@ class _Writer:
         with graph.inserting_before(site.output):
             query, key, value = self._operands(site, expected.dtype)
             if replacement.mask is not None and listed is not None:
-                result = self._listed(site, replacement.mask, (query, key, value), *listed)
+                result = self._listed(replacement, (query, key, value), *listed)
             elif packed is not None:
                 assert visibility is not None
                 cu_seqlens, *blocks = packed
                 length = self.make.size(graph, query, 2)
-                settings = (visibility.is_causal, visibility.window, site.scale, blocks or None)
+                implementation = "flash4" if replacement.kernel == "flash4" else "flash2"
+                settings = (visibility.is_causal, visibility.window, site.scale, blocks or None, implementation)
                 result = self.make.call(
                     graph, _glue.packed_attention.default, query, key, value, cu_seqlens, length, *settings
                 )
@@ -123,16 +124,19 @@ class _Writer:
 
     def _listed(
         self,
-        site: AttentionSite,
-        mask: ListedMask,
+        replacement: Replacement,
         operands: tuple[fx.Node, fx.Node, fx.Node],
         node: fx.Node,
         lists: list[fx.Node],
     ) -> fx.Node:
+        site, mask = replacement.site, replacement.mask
+        assert mask is not None
         settings = (mask.kind, mask.empty_rows, site.scale, site.softcap)
-        sinks = {} if site.sinks is None else {"sinks": self.results.get(site.sinks, site.sinks)}
+        others: dict[str, Any] = {} if site.sinks is None else {"sinks": self.results.get(site.sinks, site.sinks)}
+        if replacement.kernel == "flash4":
+            others["implementation"] = "flash4"
         graph = site.scope.module.graph
-        return self.make.call(graph, _glue.masked_attention.default, *operands, node, lists, *settings, **sinks)
+        return self.make.call(graph, _glue.masked_attention.default, *operands, node, lists, *settings, **others)
 
     def _lists(self, site: AttentionSite, mask: ListedMask) -> tuple[fx.Node, list[fx.Node]]:
         """The mask, perhaps a copy of it, and its block lists, as nodes of the site's graph."""
@@ -204,7 +208,7 @@ class _Writer:
             )
             device = value_of(site.query).device
             vectors = MetadataVectors(self.make, self.reader, place, self.results, batch, length, device)
-            exact = replacement.kernel == "varlen" and value_of(site.query).is_cuda
+            exact = replacement.kernel != "flex" and value_of(site.query).is_cuda
             offsets = _glue.exact_document_offsets.default if exact else _glue.document_offsets.default
             found = [self.make.call(graph, offsets, vectors.starts(visibility.documents))]
             if replacement.kernel == "flex":
