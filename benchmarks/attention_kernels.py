@@ -112,12 +112,7 @@ def variants(shape: Shape, ragged: bool) -> dict[str, Call]:
     )
     lists = glue.mask_blocks(mask, length, length, "shows", "zeros")
 
-    def listed(implementation: str) -> Call:
-        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return glue.masked_attention(q, k, v, mask, lists, "shows", "zeros", implementation=implementation)
-
-        return torch.compile(call, dynamic=False)
-
+    listed = torch.compile(lambda q, k, v: glue.masked_attention(q, k, v, mask, lists, "shows", "zeros"), dynamic=False)
     found: dict[str, Call] = {
         "dense": dense,
         "varlen by hand": varlen,
@@ -125,14 +120,13 @@ def variants(shape: Shape, ragged: bool) -> dict[str, Call]:
         "flex by hand": lambda q, k, v: compiled_flex(q, k, v, block_mask=block_mask, enable_gqa=True),
         "flex": flex,
     }
-    found["flex, lists of the mask"] = listed("flex")
+    found["flex, lists of the mask"] = listed
     if reason := flash_attn4.unusable():
         print(f"without flash4: {reason}", flush=True)
     else:
         found["flash4"] = lambda q, k, v: glue.packed_attention(
             q, k, v, offsets, length, True, window, None, None, "flash4"
         )
-        found["flash4, lists of the mask"] = listed("flash4")
     if ragged:
         found["cudnn ragged"] = lambda q, k, v: cudnn_ragged(shape, q, k, v, offsets, longest)
     if length <= 1024:

@@ -11,8 +11,9 @@ one after the other as soon as nothing compiles any more, or ``--limit`` is over
 The table at the end has, for each variant: milliseconds of a step with the fixed total; microseconds for a token, with
 the fixed total and with totals that vary, and their ratio; graphs that were compiled, glue's warnings, memory, and the
 seconds until both compiles were done. ``flex`` is Inductor with transformers' flex_attention, the others have sdpa.
-``glue-torch`` takes no kernels of other packages. A variant that ends in ``-layers`` compiles each decoder layer by itself (``layer.compile(...)``), as FSDP2 recipes do;
-masks, rotary tables and the loss are eager then, and equal layers share their graphs.
+``glue-torch`` takes no kernels of other packages. A variant that ends in ``-layers`` compiles each decoder layer by
+itself (``layer.compile(...)``), as FSDP2 recipes do; masks, rotary tables and the loss are eager then, and equal layers
+share their graphs.
 
 All that is compared is on the device at once: rows of billions of weights need a run of their own (``gpt-oss``: 26 GiB
 for each variant, while it waits).
@@ -144,6 +145,8 @@ class Schedule:
     compiling: int = 2
     warm_up: int = 2
     timed: int = 10
+    kinds: tuple[bool, ...] = (False, True)
+    """Whether totals vary, of the kinds of batches in their order."""
 
 
 def measure(connection: Connection, schedule: Schedule, *which: Any) -> None:
@@ -156,7 +159,7 @@ def measure(connection: Connection, schedule: Schedule, *which: Any) -> None:
             warnings.simplefilter("always")
             start = time.perf_counter()
             trainer = Trainer(*which)
-            for varies in (False, True):
+            for varies in schedule.kinds:
                 list(trainer.steps(schedule.compiling, varies))
             ready = time.perf_counter() - start
             if trainer.device == "cuda":
@@ -166,11 +169,12 @@ def measure(connection: Connection, schedule: Schedule, *which: Any) -> None:
             if trainer.device == "cuda":
                 torch.cuda.reset_peak_memory_stats()
             times = {}
-            for varies in (False, True):
+            for varies in schedule.kinds:
                 list(trainer.steps(schedule.warm_up, varies))
                 times[varies] = list(trainer.steps(schedule.timed, varies))
         peak = torch.cuda.max_memory_allocated() / 2**30 if trainer.device == "cuda" else 0.0
-        fixed, varying = (statistics.median(t.seconds / t.tokens * 1e6 for t in times[v]) for v in (False, True))
+        per_token = [statistics.median(t.seconds / t.tokens * 1e6 for t in times[kind]) for kind in schedule.kinds]
+        fixed, varying = per_token[0], per_token[1] if len(per_token) > 1 else float("nan")
         connection.send(
             {
                 "fixed_ms": statistics.median(t.seconds for t in times[False]) * 1e3,
@@ -181,7 +185,7 @@ def measure(connection: Connection, schedule: Schedule, *which: Any) -> None:
                 "warnings": sum(issubclass(each.category, GlueWarning) for each in caught),
                 "peak_gib": peak,
                 "ready_s": ready,
-                "loss": times[True][-1].loss,
+                "loss": times[schedule.kinds[-1]][-1].loss,
                 "messages": [str(each.message) for each in caught if issubclass(each.category, GlueWarning)],
             }
         )
@@ -222,7 +226,7 @@ def run_all(rows: list[str], variants: list[str], arguments: argparse.Namespace)
         for row in rows:
             ours, theirs = context.Pipe()
             which = (row, variant, size_of(row, arguments), arguments.device, arguments.compiler)
-            schedule = Schedule(timed=arguments.steps)
+            schedule = Schedule(timed=arguments.steps, kinds=(False,) if arguments.fixed else (False, True))
             process = context.Process(target=measure, args=(theirs, schedule, *which))
             process.start()
             theirs.close()
@@ -288,6 +292,7 @@ def main() -> None:
         "--tokens", type=int, help="the fixed total, which those that vary stay below; a row has its own"
     )
     parser.add_argument("--least", type=int, help="the least total of those that vary; 6000 of 8192 by default")
+    parser.add_argument("--fixed", action="store_true", help="without totals that vary: one compile instead of two")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--steps", type=int, default=10, help="timed, for each of the two kinds of totals")
     parser.add_argument("--limit", type=float, default=290, help="seconds for all compiles together")

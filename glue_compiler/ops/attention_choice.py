@@ -14,10 +14,10 @@ from glue_compiler.options import Compiler, Kernels
 Kernel = Literal["flex", "varlen", "flash4"]
 """``flex``: ``packed_attention`` with ``document_blocks``, from ``document_offsets``, or ``masked_attention``.
 ``varlen``: ``packed_attention`` without, from ``exact_document_offsets`` on CUDA, whose grid of blocks grows with empty
-documents. ``flash4``: the same, or ``masked_attention``, with FlashAttention 4."""
+documents. ``flash4``: the same with FlashAttention 4."""
 
-_FLASH4_LENGTH = 2048
-"""Tokens in a row from which on FlashAttention 4 is taken: below, launches are most of a kernel's time."""
+_FLASH4_LENGTH = 1024
+"""Tokens in a row from which on FlashAttention 4 is taken: shorter ones were not measured."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,6 @@ class AttentionCall:
         rows: of the batch. length: tokens in a row.
         dropout: probability that is applied.
         hides_keys: some keys are seen by no query, such as padding.
-        reads_bits: a boolean mask is read over lists of its blocks, and nothing else changes the scores.
         kernels: which may serve it, of the option of that name.
     """
 
@@ -48,7 +47,6 @@ class AttentionCall:
     length: int | None
     dropout: float = 0.0
     hides_keys: bool = False
-    reads_bits: bool = False
     kernels: Kernels = "all"
 
     @classmethod
@@ -80,7 +78,7 @@ def choose(call: AttentionCall, compiler: Compiler) -> Kernel | None:
             return None
         return "flex" if call.hides_keys else "varlen"
     if not _flash4_reason(call):
-        # 0.4 to 0.9 of flex_attention's time in benchmarks/attention_kernels.py.
+        # 0.5 to 0.9 of flex_attention's time in benchmarks/attention_kernels.py.
         return "flash4"
     if compiler == "inductor" and not _flex_reason(call):
         # Faster than FlashAttention 2 in every shape of benchmarks/attention_kernels.py, forward and backward,
@@ -158,11 +156,10 @@ def _flash4_reason(call: AttentionCall) -> str | None:
         return f"{flash_attn4.PACKAGE} has no kernel for {call.dtype}"
     if call.length is not None and call.length < _FLASH4_LENGTH:
         return "rows are short"
-    if call.hides_keys and not call.reads_bits:
+    if call.hides_keys:
         return f"{flash_attn4.PACKAGE} leaves out no single keys"
-    largest = 128 if call.reads_bits else 256
-    if call.head_size > largest or call.head_size % 8:
-        return f"head size {call.head_size} is over {largest} or not divisible by 8"
+    if call.head_size > 256 or call.head_size % 8:
+        return f"head size {call.head_size} is over 256 or not divisible by 8"
     if torch.are_deterministic_algorithms_enabled():
         return "deterministic algorithms are asked for"
     return flash_attn4.unusable()

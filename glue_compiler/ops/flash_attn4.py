@@ -12,10 +12,7 @@ import importlib.metadata
 import inspect
 from typing import Any
 
-import torch
 from torch import Tensor
-
-from glue_compiler.ops.document_blocks import BLOCK
 
 PACKAGE = "flash-attn-4"
 _MODULE = "flash_attn.cute.interface"
@@ -23,10 +20,9 @@ _COMMON = {
     "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale", "causal", "window_size_left",
     "window_size_right",
 }  # fmt: skip
-_MASKED = {"mask_mod", "aux_tensors", "block_sparse_tensors"}
 _PARAMETERS = {
-    "_flash_attn_fwd": {"q", "k", "v", "return_lse", *_COMMON, *_MASKED},
-    "_flash_attn_bwd": {"q", "k", "v", "out", "dout", "lse", *_COMMON, *_MASKED},
+    "_flash_attn_fwd": {"q", "k", "v", "return_lse", *_COMMON},
+    "_flash_attn_bwd": {"q", "k", "v", "out", "dout", "lse", *_COMMON},
 }
 """Functions below the package's autograd, which an operator of ours has no use for, and what they must take."""
 
@@ -89,49 +85,6 @@ def backward(
     function = importlib.import_module(_MODULE)._flash_attn_bwd
     arguments = _arguments(cu_seqlens, max_seqlen, window, scale)
     return function(query, key, value, out, grad, logsumexp, **arguments)[:3]
-
-
-def masked_forward(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, lists: list[Tensor], hides: bool, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Query ``[B, Q, Hq, D]``, key and value ``[B, K, Hkv, D]`` → ``[B, Q, Hq, D]``, logsumexp fp32 ``[B, Hq, Q]``.
-
-    ``mask``, ``lists`` and ``hides`` are those of ``block_sparse_attention``.
-    """
-    function = importlib.import_module(_MODULE)._flash_attn_fwd
-    arguments = _masked_arguments(mask, lists[:4], hides, scale)
-    out, logsumexp, *_ = function(query, key, value, return_lse=True, **arguments)
-    return out, logsumexp
-
-
-def masked_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    mask: Tensor,
-    lists: list[Tensor],
-    hides: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value for :func:`masked_forward`."""
-    function = importlib.import_module(_MODULE)._flash_attn_bwd
-    arguments = _masked_arguments(mask, lists[4:8], hides, scale)
-    return function(query, key, value, out, grad, logsumexp, **arguments)[:3]
-
-
-def _masked_arguments(mask: Tensor, lists: list[Tensor], hides: bool, scale: float) -> dict[str, Any]:
-    from glue_compiler.ops import flash_attn4_masks
-
-    tensors = importlib.import_module("flash_attn.cute.block_sparsity").BlockSparseTensorsTorch
-    return {
-        "mask_mod": flash_attn4_masks.is_not_hidden if hides else flash_attn4_masks.is_shown,
-        "aux_tensors": [mask.view(torch.uint8)],
-        "block_sparse_tensors": tensors(*lists, block_size=(BLOCK, BLOCK)),
-        "softmax_scale": scale,
-    }
 
 
 def _arguments(cu_seqlens: Tensor, max_seqlen: int, window: tuple[int, int], scale: float) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from glue_compiler.compat import attention
 from glue_compiler.ops.autocast import in_autocast_dtype
-from glue_compiler.ops.block_sparse_attention import block_sparse_attention
 from glue_compiler.ops.composite import composite
 from glue_compiler.ops.document_blocks import BLOCK
 from glue_compiler.ops.mask_blocks import as_four
@@ -17,8 +16,7 @@ from glue_compiler.ops.mask_blocks import as_four
 
 @composite(
     "(Tensor query, Tensor key, Tensor value, Tensor mask, Tensor[] lists, str kind, str empty_rows, "
-    "float? scale=None, float? softcap=None, Tensor? sinks=None, Tensor? bias=None, "
-    "str implementation='flex') -> Tensor"
+    "float? scale=None, float? softcap=None, Tensor? sinks=None, Tensor? bias=None) -> Tensor"
 )
 def masked_attention(
     query: Tensor,
@@ -32,7 +30,6 @@ def masked_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
-    implementation: str = "flex",
 ) -> Tensor:
     """``scaled_dot_product_attention`` under a mask of which whole blocks hide everything.
 
@@ -50,8 +47,6 @@ def masked_attention(
         sinks: floating ``[Hq]``: a score of one more key for each query, whose value is zero.
         bias: floating, broadcastable to ``[B, Hq, Q, K]``, without a gradient: is added to the scores beside a boolean
             mask, in memory as that is.
-        implementation: ``"flex"``: flex_attention, of which only Inductor makes a kernel. ``"flash4"``:
-            ``block_sparse_attention``, for boolean masks without any of soft cap, sinks, bias and means.
 
     Returns:
         ``[B, Hq, Q, D]``.
@@ -62,10 +57,6 @@ def masked_attention(
     """
     query, key, value = in_autocast_dtype(query, key, value)
     scale = 1 / math.sqrt(query.shape[3]) if scale is None else scale
-    if implementation == "flash4":
-        shape = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-        out, _ = block_sparse_attention(query, key, value, mask.expand(shape), lists[:8], kind == "hides", scale)
-        return out.masked_fill(lists[8][..., None], float("nan")) if empty_rows == "nan" else out
     elements = _Elements(as_four(mask))
     *blocks, empty = lists[:9]
     # Of numbers that are added rows have an offset in place of that they are empty.

@@ -157,9 +157,7 @@ def _replacement(site: AttentionSite, visibility: Visibility, reader: IndexReade
     return Replacement(site, visibility, "packed", kernel, call, place)
 
 
-def _kernel(
-    site: AttentionSite, settings: Settings, *, hides_keys: bool, reads_bits: bool = False
-) -> tuple[AttentionCall, Kernel]:
+def _kernel(site: AttentionSite, settings: Settings, *, hides_keys: bool) -> tuple[AttentionCall, Kernel]:
     """The kernel for documents, for single keys that are hidden, or for a mask that is read.
 
     Raises:
@@ -173,9 +171,7 @@ def _kernel(
     # On record is the dtype that autocast has made of the operands.
     dtype: torch.dtype = value_of(site.output).dtype
     call = AttentionCall.of(query, key, value, site.dropout)
-    call = dataclasses.replace(
-        call, dtype=dtype, hides_keys=hides_keys, reads_bits=reads_bits, kernels=settings.kernels
-    )
+    call = dataclasses.replace(call, dtype=dtype, hides_keys=hides_keys, kernels=settings.kernels)
     kernel = choose(call, settings.compiler)
     if kernel is None:
         raise UnknownMask(str(unsupported(call, settings.compiler)))

@@ -132,11 +132,9 @@ class _Writer:
         site, mask = replacement.site, replacement.mask
         assert mask is not None
         settings = (mask.kind, mask.empty_rows, site.scale, site.softcap)
-        others: dict[str, Any] = {} if site.sinks is None else {"sinks": self.results.get(site.sinks, site.sinks)}
-        if replacement.kernel == "flash4":
-            others["implementation"] = "flash4"
+        sinks = {} if site.sinks is None else {"sinks": self.results.get(site.sinks, site.sinks)}
         graph = site.scope.module.graph
-        return self.make.call(graph, _glue.masked_attention.default, *operands, node, lists, *settings, **others)
+        return self.make.call(graph, _glue.masked_attention.default, *operands, node, lists, *settings, **sinks)
 
     def _lists(self, site: AttentionSite, mask: ListedMask) -> tuple[fx.Node, list[fx.Node]]:
         """The mask, perhaps a copy of it, and its block lists, as nodes of the site's graph."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from glue_compiler.ops import flash_attn4, mask_blocks
+from glue_compiler.ops import mask_blocks
 from tests.ops.test_masked_attention import boolean_masks, leaves, with_gradients, written_out
 
 pytestmark = pytest.mark.gpu
@@ -38,29 +38,17 @@ def on_gpu(*sizes: int) -> list[Tensor]:
     return [each.detach().cuda().bfloat16().requires_grad_() for each in leaves(*sizes)]
 
 
-FLASH4 = pytest.mark.skipif(bool(flash_attn4.unusable()), reason=str(flash_attn4.unusable()))
-
-
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("name", list(boolean_masks(2, 2)))
-@pytest.mark.parametrize(
-    ("kind", "empty_rows", "implementation"),
-    [
-        ("shows", "zeros", "flex"),
-        ("hides", "mean", "flex"),
-        pytest.param("shows", "zeros", "flash4", marks=FLASH4),
-        pytest.param("hides", "zeros", "flash4", marks=FLASH4),
-    ],
-)
-def test_boolean_masks(sizes, name, kind, empty_rows, implementation):
+@pytest.mark.parametrize(("kind", "empty_rows"), [("shows", "zeros"), ("hides", "mean")])
+def test_boolean_masks(sizes, name, kind, empty_rows):
     mask, inputs = boolean_masks(*sizes)[name].cuda(), on_gpu(*sizes)
 
     def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = written_out(mask, fill=torch.finfo(q.dtype).min)(q, k, v)
         return out.where(mask.any(-1, keepdim=True), 0.0) if empty_rows == "zeros" else out
 
-    call = compiled(kind, empty_rows, implementation=implementation)
-    assert_as_exact(call, dense, inputs, mask if kind == "shows" else ~mask)
+    assert_as_exact(compiled(kind, empty_rows), dense, inputs, mask if kind == "shows" else ~mask)
 
 
 @pytest.mark.parametrize("least", [-1e9, torch.finfo(torch.bfloat16).min], ids=str)
@@ -90,9 +78,8 @@ def test_a_mask_that_the_graph_computes():
     assert_as_exact(torch.compile(call, fullgraph=True), dense, on_gpu(300, 300), ids)
 
 
-@pytest.mark.parametrize("implementation", ["flex", pytest.param("flash4", marks=FLASH4)])
-def test_lengths_that_vary_take_two_graphs(implementation):
-    call = compiled("shows", "zeros", implementation=implementation)
+def test_lengths_that_vary_take_two_graphs():
+    call = compiled("shows", "zeros")
     for length in (256, 300, 700, 129, 1000):
         mask, inputs = boolean_masks(length, length)["prefix"].cuda(), on_gpu(length, length)
         with torch._dynamo.config.patch(error_on_recompile=length > 300):
