@@ -325,7 +325,8 @@ class _Numberer:
 
     def _metadata(self, value: Any, own: list[Any]) -> Any:
         """Everything about a result but its contents; symbols that the node itself makes are numbered."""
-        names = {symbol: sympy.Symbol(f"own{i}") for i, symbol in enumerate(own)}
+        # Torch gives two calls on one tensor the same new symbol, which is known as an earlier one at the second.
+        names = {self._canonical(symbol): sympy.Symbol(f"own{i}") for i, symbol in enumerate(own)}
 
         def number(item: Any) -> Any:
             item = self._canonical(expression(item))

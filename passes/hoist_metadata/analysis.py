@@ -326,10 +326,11 @@ class _Planner:
         made of is equal, but is not one.
         """
         nodes = [node for scope in (self.scope, *self.scope.children) for node in scope.module.graph.nodes]
-        makers = {symbol: node for node in nodes for symbol in own_symbols(node) & self.numbering.equal_symbols.keys()}
+        renamed = self.numbering.equal_symbols.keys()
+        makers = [(symbol, node) for node in nodes for symbol in own_symbols(node) & renamed]
         while makers:
             gone, kept = self.plan.replaced(), self._kept_symbols()
-            staying = {symbol for symbol, maker in makers.items() if maker not in gone}
+            staying = {symbol for symbol, maker in makers if maker not in gone}
             merges = [
                 merge.of(
                     node

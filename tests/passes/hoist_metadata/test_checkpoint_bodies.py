@@ -328,3 +328,39 @@ def test_a_body_that_returns_its_metadata():
     positions = positions_of(1, 3)
     for got, want in zip(run.call(x, positions), model(x, positions), strict=True):
         assert torch.equal(got, want)
+
+
+def starts_once(x, positions):
+    return x * torch.nonzero(positions == 0).shape[0]
+
+
+def starts_twice(x, positions, change):
+    """Torch gives both calls one symbol."""
+    begins = positions == 0
+    first, second = torch.nonzero(begins), torch.nonzero(begins)
+    return torch.tanh(x * (change(first, second) + second).sum()) * second.shape[0], second
+
+
+@pytest.mark.parametrize(
+    ("change", "returns", "calls"),
+    [
+        (torch.add, False, 1),
+        (lambda first, second: first.add_(1), False, 3),
+        (lambda first, second: second.add_(1) + first, False, 3),
+        (torch.add, True, 3),
+    ],
+    ids=["read", "first written", "second written", "second returned"],
+)
+def test_two_calls_that_share_a_symbol_with_a_third_in_a_nested_body(change, returns, calls):
+    def region(x, positions):
+        x = checkpoint(starts_once, x, positions, use_reentrant=False)
+        x, second = starts_twice(x, positions, change)
+        return (x, second) if returns else x
+
+    def model(x, positions):
+        return checkpoint(region, x, positions, use_reentrant=False)
+
+    run = compile_with_glue(model)
+    positions, x = positions_of(2, 3), torch.randn(5, dtype=torch.float64, requires_grad=True)
+    assert_same_bits(lambda x: model(x, positions), lambda x: run.call(x, positions), [x])
+    assert count(run.graph, torch.nonzero) == calls
