@@ -100,12 +100,21 @@ class _Writer:
             graph.erase_node(node)
 
     def _operands(self, site: AttentionSite, dtype: torch.dtype) -> list[fx.Node]:
-        """Query, key and value in the dtype that the attention computes in: autocast may have cast them."""
+        """Query, key and value in the dtype that the attention computes in: autocast may have cast them.
+
+        What was copied for the attention, such as heads that are repeated, it did not save: others may write it.
+        """
+        numbering, is_saved = self.reader.operators.numbering, requires_grad(value_of(site.output))
+        read = storages_of([value_of(arg) for each in (site.output, *site.inside) for arg in each.all_input_nodes])
         found = []
         for node in (site.query, site.grouped_key, site.grouped_value):
+            storages = storages_of(value_of(node))
             node = self.results.get(node, node)  # the result of an attention that has been written already
-            is_cast = value_of(node).dtype != dtype
-            found.append(self.make.call(node.graph, torch.Tensor.to, node, dtype) if is_cast else node)
+            if value_of(node).dtype != dtype:
+                node = self.make.call(node.graph, torch.Tensor.to, node, dtype)
+            elif is_saved and storages.isdisjoint(read) and not numbering.is_private_after(storages, site.output):
+                node = self.make.call(node.graph, _glue.private_copy.default, node)
+            found.append(node)
         return found
 
     def _not_saved(self, replacement: Replacement, result: fx.Node) -> fx.Node:
