@@ -332,3 +332,13 @@ def test_a_worker_that_never_starts_ends_the_run(monkeypatch):
     monkeypatch.setitem(workers.LEVELS, "programs", fuzz_levels.dies_at_once)
     with pytest.raises(RuntimeError, match="does not start"):
         workers.run_in(2, "programs", Settings(seed=7))
+
+
+@pytest.mark.parametrize("written", [None, 1])
+def test_a_caller_writes_the_outputs_or_one_input(written):
+    given = dataclasses.replace(program(), between="out.detach().zero_()", written=written)
+    outputs, inputs = [[torch.ones(2, requires_grad=True) for _ in range(3)] for _ in range(2)]
+    module_of(given)["between"](outputs, inputs)
+    assert [bool(out.any()) for out in (*outputs, *inputs)] == (
+        [False] * 3 + [True] * 3 if written is None else [True] * 4 + [False, True]
+    )

@@ -138,7 +138,7 @@ def _module(template: Template, gm: fx.GraphModule) -> dict[str, Any]:
     made = {
         "make": template.inputs,
         "f": run_graph(gm),
-        "between": lambda outputs: None,
+        "between": lambda outputs, inputs: None,
         "CALLS": calls,
         "COMPILED": [],
     }

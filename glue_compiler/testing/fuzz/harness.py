@@ -67,7 +67,7 @@ def run_calls(program: dict[str, Any], seen: dict[str, Any], watched: list[Any])
 def one_call(f: Any, inputs: Any, context: Any, between: Any) -> dict[str, Any]:
     with context():
         outputs = f(*inputs)
-    between(outputs)
+    between(outputs, inputs)
     results = {f"output {i}": value for i, value in enumerate(outputs)}
     generator = torch.Generator().manual_seed(0)
     loss: Any = 0

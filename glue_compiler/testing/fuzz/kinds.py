@@ -32,6 +32,9 @@ REFILLS = (
 BETWEEN = ("out += 1", "out.detach().add_(1)", "out.mul_(2)", "out.view_as(out).neg_()")
 """How a caller writes an output before backward, in sight of autograd: sdpa reads what ``.data`` has written."""
 
+BETWEEN_FOR_INPUTS = ("out.detach().zero_()", "out.detach().copy_(out.flip(0))")
+"""Likewise for one input, of any dtype; eager raises if it has saved that."""
+
 
 def draw_program(
     random: Random, kind: str, device: str = "cpu", *, twists: float | None = None, plain: bool = False
@@ -68,6 +71,10 @@ def draw_program(
         if compiled == ("f",) and draw.chance(0.4) and not plain:
             compiled = ("region",)  # as layers are that are compiled one by one
     prelude = (Statement(f"FLOAT = {float_type}"), *draw.prelude.values())
+    between = "pass" if plain else draw.mostly("pass", *BETWEEN, share=0.9)
+    written = draw.integer(0, len(drawn.inputs) - 1) if between == "pass" and not plain and draw.chance(0.08) else None
+    if written is not None:
+        between = draw.pick(*BETWEEN_FOR_INPUTS)
     return Program(
         kind=kind,
         prelude=prelude,
@@ -79,7 +86,8 @@ def draw_program(
         outputs=outputs,
         calls=tuple(calls),
         refill=draw.mostly(*REFILLS),
-        between="pass" if plain else draw.mostly("pass", *BETWEEN, share=0.9),
+        between=between,
+        written=written,
         precision=draw.precision,
         dynamic=False if plain else draw.mostly(None, True, False, share=0.9),
     )

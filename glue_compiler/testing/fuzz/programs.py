@@ -54,6 +54,7 @@ class Program:
         prelude: what stands in front of ``f``: helpers, and state that it keeps.
         compiled: names of the functions that are compiled; the others stay eager.
         between: what the caller does to each output, ``out``, before it calls backward.
+        written: the number of the input to which it does that instead.
         dynamic: as for ``torch.compile``.
         options: further options of glue.
         precision: of the least precise arithmetic in it.
@@ -71,6 +72,7 @@ class Program:
     compiled: tuple[str, ...] = ("f",)
     refill: str = "old.detach().copy_(new)"
     between: str = "pass"
+    written: int | None = None
     dynamic: bool | None = None
     options: tuple[tuple[str, object], ...] = ()
     precision: str = "float64"
@@ -84,9 +86,10 @@ class Program:
         make = Statement("def make(seed):", (*self.make, Statement(f"return ({names})")))
         loop = Statement("for old, new in zip(inputs, make(seed)):", (Statement(self.refill),))
         refill = Statement("def refill(inputs, seed):", (loop,))
-        has_gradient = "if isinstance(out, torch.Tensor) and out.requires_grad:"
-        each = Statement("for out in outputs:", (Statement(has_gradient, (Statement(self.between),)),))
-        between = Statement("def between(outputs):", (each,))
+        has_gradient = " and out.requires_grad" if self.written is None else ""
+        whose = "outputs" if self.written is None else f"inputs[{self.written}:{self.written + 1}]"
+        asked = Statement(f"if isinstance(out, torch.Tensor){has_gradient}:", (Statement(self.between),))
+        between = Statement("def between(outputs, inputs):", (Statement(f"for out in {whose}:", (asked,)),))
         calls = ", ".join(f"({c.how!r}, {c.seed}, lambda: {c.context})" for c in self.calls)
         lines = [*IMPORTS, ""]
         for part in (*self.prelude, make, refill, between, given):

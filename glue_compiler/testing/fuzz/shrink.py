@@ -38,7 +38,7 @@ def _smaller(program: Program) -> Iterator[Program]:
             if left and left[0].how == "fresh":
                 yield dataclasses.replace(program, calls=left)
     if program.between != "pass":
-        yield dataclasses.replace(program, between="pass")
+        yield dataclasses.replace(program, between="pass", written=None)
     if program.dynamic is not None:
         yield dataclasses.replace(program, dynamic=None)
     plain = tuple(Call(call.how, call.seed) for call in program.calls)
