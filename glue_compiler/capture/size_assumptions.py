@@ -8,8 +8,12 @@ Other frames are converted again without the flags.
 
 An assertion about sizes that are computed from the same numbers, such as those of the pieces that ``cu_seqlens`` is
 made of, stays torch's: a guard would read the data in each call, and it only fails for sizes of 0 or 1. If that is the
-call that is being traced, the frame is converted again without the flags; a later one raises. Two sizes that are read
-from other data may be 1 and another at any time: such a frame is always converted again.
+call that is being traced, the frame is converted again without the flags; a later one raises, and so does the first if
+the sizes are no function of one input as it was passed: lengths of no documents at all, of positions that were written
+before. Two sizes that are read from other data may be 1 and another at any time: such a frame is always converted
+again.
+
+One row that is assigned to a slice whose length depends on data too, ``out[:n] = row``, is left: backward raises.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import operator
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -83,9 +84,18 @@ def eager_raises(frame: Any, nodes: Sequence[fx.Node], assertion: Any) -> bool:
     tried stays with the assertion that torch makes.
     """
     runs = itertools.islice(_violations(frame.output.shape_env, assertion), _MOST_RUNS)
-    # Nothing else is run: a call that gives no tensor may switch a mode.
-    operators = [n for n in nodes if n.op.startswith("call_") and _is_tensors(n.meta.get("example_value"))]
+    operators = [node for node in nodes if _may_run(node, assertion)]
     return not operators or not any(all(_runs(node, values) for node in operators) for values in runs)
+
+
+def _may_run(node: fx.Node, assertion: Any) -> bool:
+    """Does it give tensors, or assign to one? Any other call may switch a mode.
+
+    Rows that are assigned to a slice whose length depends on data too are left out: nothing else knows that length, and
+    they may be those of experts, which a pass proves.
+    """
+    gives_tensors = node.op.startswith("call_") and _is_tensors(node.meta.get("example_value"))
+    return gives_tensors or (node.target is operator.setitem and compares_with_a_known_size(assertion))
 
 
 def _violations(shape_env: Any, assertion: Any) -> Iterator[_Sizes]:

@@ -138,6 +138,12 @@ def writes_rows_at_a_place(n, x):
     return torch.zeros_like(x).view(1, -1).index_put((torch.zeros_like(place), place), x[n == 3], accumulate=True)
 
 
+def assigns_rows_to_all(n, x):
+    out = torch.zeros_like(x)
+    out[:] = x[n == 3]
+    return out
+
+
 def adds_rows_of_one_mask(n, x):
     mask = n == 3
     return x[mask] + x.sin()[mask]
@@ -182,6 +188,13 @@ def test_two_sizes_that_depend_on_data_may_be_another_and_1(program, is_one_grap
     for numbers in ([3, 1, 3, 1], [3, 1, 1, 1], [1, 3]):
         torch.testing.assert_close(results(run.call, numbers), results(program, numbers))
     assert ([event.retried for event in run.session.capture_events] == []) == is_one_graph
+
+
+@pytest.mark.parametrize("first", [[3, 1, 1], [3, 3, 3]], ids=["one row", "all rows"])
+def test_one_row_may_be_assigned_to_all(first):
+    run = compile_with_glue(assigns_rows_to_all, fullgraph=False)
+    for numbers in (first, [3, 3, 3], [1, 3, 1]):
+        torch.testing.assert_close(results(run.call, numbers), results(assigns_rows_to_all, numbers))
 
 
 def splits(n, x):
