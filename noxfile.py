@@ -19,7 +19,10 @@ TORCH = ("2.11", "2.12", "2.13", "2.14", "2.15")
 TRANSFORMERS = ("4.57", "5.0", "newest")
 """``newest``: the release that constraints.txt names."""
 
-BOUND_TO_TRANSFORMERS = ("transformers", "huggingface_hub", "tokenizers", "accelerate", "peft", "hf-xet")
+EXTRAS = nox.project.load_toml("pyproject.toml")["project"]["optional-dependencies"]
+STACKS = tuple(each for each in EXTRAS["stacks"] if not each.startswith("transformers"))
+"""What ``tests/stacks`` trains with; what is not installed is skipped there."""
+BOUND_TO_TRANSFORMERS = ("transformers", "huggingface_hub", "tokenizers", "hf-xet", *STACKS)
 TESTS = ("tests", "-m", "not slow or stack")
 
 
@@ -33,7 +36,7 @@ def suite(session: nox.Session, torch: str, transformers: str) -> None:
     # torch goes first, so that nothing installed later chooses another build of it.
     session.install(*os.environ.get("TORCH_INDEX", "").split(), f"torch=={torch}.*")
     chosen = "transformers" if transformers == "newest" else f"transformers=={transformers}.*"
-    session.install("-c", str(bound), "-e", ".[cli,test]", f"torch=={torch}.*", chosen, "peft", "accelerate", "rich")
+    session.install("-c", str(bound), "-e", ".[cli,test]", f"torch=={torch}.*", chosen, *STACKS, "rich")
     workers = os.environ.get("WORKERS", "2")
     try:
         session.run(
