@@ -60,7 +60,7 @@ test-transformers4:
 	$(VENV)4/bin/python -m pip install -q --disable-pip-version-check -c constraints-transformers4.txt -e . transformers pytest pytest-timeout
 	OMP_NUM_THREADS=1 $(VENV)4/bin/python -m pytest tests/passes/group_experts/test_transformers4_experts.py
 
-# The fast tests on every torch and transformers that are supported, and docs/versions.md from what they did.
+# The fast tests and the stacks on every torch and transformers that are supported, and docs/versions.md from what they did.
 versions: $(VENV)/.installed
 	$(BIN)/nox
 
