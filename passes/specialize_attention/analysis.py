@@ -104,10 +104,7 @@ def _planned(
             raise
         try:
             mask = listed_mask(site, reader)
-            reads_bits = (
-                mask.kind != "added" and mask.empty_rows != "mean" and site.softcap is None and site.sinks is None
-            )
-            call, kernel = _kernel(site, settings, hides_keys=True, reads_bits=reads_bits)
+            call, kernel = _kernel(site, settings, hides_keys=True)
         except UnknownMask as reason:
             raise UnknownMask(f"{unknown}; and no block lists are made of it, because {reason}") from None
         return Replacement(site, None, "listed", kernel, call, mask=mask, unknown=str(unknown))
