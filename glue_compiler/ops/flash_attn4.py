@@ -12,6 +12,7 @@ import importlib.metadata
 import inspect
 from typing import Any
 
+import torch
 from torch import Tensor
 
 PACKAGE = "flash-attn-4"
@@ -41,6 +42,8 @@ def unusable() -> str | None:
     version = installed_version()
     if version is None:
         return f"{PACKAGE} is not installed"
+    if torch.version.hip is not None:
+        return f"{PACKAGE} is for CUDA alone"
     try:
         module = importlib.import_module(_MODULE)
         taken = {name: set(inspect.signature(getattr(module, name)).parameters) for name in _PARAMETERS}

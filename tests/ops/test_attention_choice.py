@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 
+from glue_compiler.ops import flash_attn4
 from glue_compiler.ops.attention_choice import AttentionCall, choose, unsupported
 
 HOPPER = AttentionCall("cuda", (9, 0), torch.bfloat16, 128, 128, 32, 8, 1, 8192)
@@ -79,3 +80,48 @@ def test_autocast_decides_the_dtype():
     with torch.autocast("cpu", torch.bfloat16):
         assert AttentionCall.of(*inputs).dtype == torch.bfloat16
     assert AttentionCall.of(*inputs).dtype == torch.float32
+
+
+@pytest.fixture
+def with_flash4(monkeypatch):
+    monkeypatch.setattr(flash_attn4, "unusable", lambda: None)
+
+
+@pytest.mark.usefixtures("with_flash4")
+@pytest.mark.parametrize("compiler", ["inductor", "aot_eager"])
+@pytest.mark.parametrize(
+    "change", [{}, {"length": None}, {"rows": None}, {"head_size": 256, "value_size": 256}], ids=str
+)
+def test_flash_attention_4_is_taken_where_it_is_installed(compiler, change):
+    assert choose(dataclasses.replace(HOPPER, **change), compiler) == "flash4"
+
+
+@pytest.mark.usefixtures("with_flash4")
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"kernels": "torch"},
+        {"hides_keys": True},
+        {"capability": (8, 0)},
+        {"length": 512},
+        {"dtype": torch.float32},
+        {"head_size": 20, "value_size": 20},
+        {"device": "cpu", "capability": None},
+    ],
+    ids=str,
+)
+def test_what_flash_attention_4_does_not_serve_is_as_without_it(monkeypatch, change):
+    call = dataclasses.replace(HOPPER, **change)
+    chosen = [choose(call, compiler) for compiler in ("inductor", "aot_eager")]
+    assert "flash4" not in chosen
+    monkeypatch.setattr(flash_attn4, "unusable", lambda: "flash-attn-4 is not installed")
+    assert [choose(call, compiler) for compiler in ("inductor", "aot_eager")] == chosen
+
+
+@pytest.mark.usefixtures("with_flash4")
+def test_deterministic_algorithms_do_without_flash_attention_4():
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert choose(HOPPER, "inductor") == "flex"
+    finally:
+        torch.use_deterministic_algorithms(False)
