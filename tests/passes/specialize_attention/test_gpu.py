@@ -11,7 +11,8 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(autouse=True)
 def short_rows_too(monkeypatch):
-    monkeypatch.setattr("glue_compiler.passes.specialize_attention.analysis.pays", lambda *_: True)
+    for name in ("pays", "lists_pay"):
+        monkeypatch.setattr(f"glue_compiler.passes.specialize_attention.analysis.{name}", lambda *_: True)
 
 
 def documents(starts, window):
@@ -139,3 +140,62 @@ def test_padding_of_rows_whose_length_varies():
         for got, want in zip(with_gradient(run.call, x, valid), exact, strict=True):
             assert (got.double() - want).norm() / want.norm() < 1e-2
     assert [dict(report.passes[0].counts).get("packed") for report in run.session.graphs] == [1, 1]
+
+
+def by_sdpa(query, key, value, mask):
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+
+
+def written_out(query, key, value, mask):
+    key, value = (each.repeat_interleave(2, 1) for each in (key, value))
+    scores = query @ key.transpose(-1, -2) * 0.125
+    scores = scores.float() if query.dtype != torch.float64 else scores
+    hidden = scores + mask if mask.is_floating_point() else scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    return hidden.softmax(-1).to(query.dtype) @ value
+
+
+def masks(length):
+    token = torch.arange(length, device="cuda")
+    past = token[:, None] >= token
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625], device="cuda")
+    return {
+        "prefix": past | (token < length // 3),
+        "by head": past & (torch.rand(4, length, length, device="cuda") < 0.5),
+        "by row": (past & (torch.rand(2, length, length, device="cuda") < 0.9))[:, None],
+        "added": (slopes[:, None, None] * (token - token[:, None])).masked_fill(~past, -1e9),
+    }
+
+
+@pytest.mark.parametrize("length", [300, 1024])
+@pytest.mark.parametrize("name", ["prefix", "by head", "by row", "added"])
+@pytest.mark.parametrize("attention", [by_sdpa, written_out])
+def test_masks_that_are_inputs(attention, name, length):
+    torch.manual_seed(0)
+    mask = masks(length)[name]
+    shapes = ((2, 4, length, 64), (2, 2, length, 64), (2, 2, length, 64))
+    tensors = [torch.randn(s, dtype=torch.bfloat16, device="cuda", requires_grad=True) for s in shapes]
+
+    def with_gradients(call, inputs, mask):
+        out = call(*inputs, mask.to(inputs[0].dtype) if attention is by_sdpa and mask.is_floating_point() else mask)
+        torch.manual_seed(1)
+        return [out, *torch.autograd.grad(out, inputs, torch.randn(out.shape, device="cuda").to(out.dtype))]
+
+    run = specialized(attention, eager=False, compiler="inductor")
+    actual = with_gradients(run.call, tensors, mask)
+    masked = with_gradients(attention, tensors, mask)
+    exact = with_gradients(attention, [t.detach().double().requires_grad_() for t in tensors], mask)
+    assert counts(run) == {"listed": 1}
+    for got, want, other in zip(actual, exact, masked, strict=True):
+        assert (got.double() - want).norm() <= 2 * (other.double() - want).norm() + 1e-3 * want.norm()
+
+
+def test_a_mask_that_is_an_input_of_rows_whose_length_varies():
+    run = specialized(by_sdpa, eager=False, compiler="inductor")
+    for length in (700, 517, 1024, 129):
+        mask = masks(length)["prefix"]
+        inputs = [
+            torch.randn(2, h, length, 64, dtype=torch.bfloat16, device="cuda").requires_grad_() for h in (4, 2, 2)
+        ]
+        exact = by_sdpa(*(each.double() for each in inputs), mask)
+        assert (run.call(*inputs, mask).double() - exact).norm() / exact.norm() < 1e-2
+    assert [dict(report.passes[0].counts).get("listed") for report in run.session.graphs] == [1, 1]
