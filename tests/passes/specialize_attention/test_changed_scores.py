@@ -1,0 +1,164 @@
+"""Soft caps and attention sinks, as they may be written, beside near misses; against eager in fp64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.passes.specialize_attention.attention import (
+    LENGTH,
+    assert_as_eager,
+    counts,
+    inputs,
+    specialized,
+)
+
+T = LENGTH
+LISTED = {"listed": 1}
+
+
+def causal():
+    token = torch.arange(T)
+    return token[:, None] >= token
+
+
+def some_keys(share=0.5):
+    return torch.rand(2, 1, T, T, generator=torch.Generator().manual_seed(0)) < share
+
+
+# -- soft caps
+
+
+def capped_by(cap, mask=None):
+    def fn(query, key, value, visible):
+        scores = cap(query @ key.mT * 0.25)
+        scores = scores.masked_fill(~visible, float("-inf")) if mask is None else mask(scores, visible)
+        return F.softmax(scores, -1) @ value
+
+    return fn
+
+
+CAPS = {
+    "divided and multiplied": (capped_by(lambda s: torch.tanh(s / 2.0) * 2.0), LISTED),
+    "tanh alone": (capped_by(torch.tanh), LISTED),
+    "other factors before and after": (capped_by(lambda s: 3.0 * (s * 0.4).tanh() / 2), LISTED),
+    "through a conversion": (capped_by(lambda s: (s.double() / 2.0).tanh().to(torch.float64) * 2.0), LISTED),
+    "under added numbers": (capped_by(lambda s: torch.tanh(s / 2.0) * 2.0, lambda s, v: s + v.double()), LISTED),
+    "a tanh of queries that have no gradient": (
+        lambda q, k, v, m: F.softmax((q.detach() @ k.mT / 2).tanh().masked_fill(~m, -1e30), -1) @ v,
+        LISTED,
+    ),
+    "negative": (capped_by(lambda s: torch.tanh(s / -2.0) * 2.0), "changed in another way"),
+    "an offset before": (capped_by(lambda s: torch.tanh(s / 2.0 + 1.0) * 2.0), "changed in another way"),
+    "capped twice": (capped_by(lambda s: (s.tanh() * 2.0).tanh()), "changed in another way"),
+    "capped after the mask": (
+        capped_by(lambda s: s, lambda s, v: s.masked_fill(~v, -1e30).tanh()),
+        "changed in another way",
+    ),
+    "sigmoid": (capped_by(torch.sigmoid), "changed in another way"),
+    "no gradient in it": (capped_by(lambda s: without_gradients(torch.tanh, s)), "gradients are switched off"),
+}
+
+
+def without_gradients(fn, x):
+    with torch.no_grad():
+        return fn(x)
+
+
+@pytest.mark.parametrize("spelling", CAPS)
+def test_soft_caps(spelling):
+    fn, expected = CAPS[spelling]
+    assert_as_eager(fn, expected, [some_keys()], inputs(2))
+
+
+def test_a_soft_cap_under_a_mask_that_is_proved():
+    def fn(query, key, value):
+        scores = torch.tanh(query @ key.mT / 2.0) * 2.0
+        return F.softmax(scores.masked_fill(~causal(), float("-inf")), -1) @ value
+
+    assert_as_eager(fn, LISTED)
+
+
+def test_a_soft_cap_without_a_mask_stays():
+    assert_as_eager(lambda q, k, v: F.softmax(torch.tanh(q @ k.mT), -1) @ v, "its scores are capped")
+
+
+# -- attention sinks
+
+
+def with_sinks(
+    column=lambda sinks: sinks.reshape(1, -1, 1, 1).expand(2, -1, T, -1),
+    mask=lambda scores, visible: scores.masked_fill(~visible, float("-inf")),
+    join=lambda scores, column: torch.cat([scores, column], dim=-1),
+    shift=lambda scores: scores,
+    drop=lambda weights: weights[..., :-1],
+):
+    def fn(query, key, value, sinks, visible):
+        scores = join(mask(query @ key.mT * 0.25, visible), column(sinks))
+        return drop(F.softmax(shift(scores), dim=-1)) @ value
+
+    return fn
+
+
+def added(low):
+    return lambda scores, visible: scores + torch.where(visible, 0.0, low).double()
+
+
+SINKS = {
+    "one a head": (with_sinks(), LISTED),
+    "less the maximum": (with_sinks(shift=lambda s: s - s.max(dim=-1, keepdim=True).values), LISTED),
+    "less the largest": (with_sinks(shift=lambda s: s - s.amax(-1, keepdim=True)), LISTED),
+    "finite numbers filled in": (with_sinks(mask=lambda s, v: torch.where(v, s, -1e30)), LISTED),
+    "minus infinity added": (with_sinks(mask=added(float("-inf"))), LISTED),
+    "finite numbers added": (with_sinks(mask=added(-1e30)), LISTED),
+    "narrowed": (with_sinks(drop=lambda w: w.narrow(-1, 0, T)), LISTED),
+    "expanded from a view": (with_sinks(column=lambda s: s[None, :, None, None].expand(2, 2, T, 1)), LISTED),
+    "less something else": (with_sinks(shift=lambda s: s - s.mean(-1, keepdim=True)), "no attention sinks"),
+    "less the maximum over queries": (with_sinks(shift=lambda s: s - s.amax(-2, keepdim=True)), "no attention sinks"),
+    "one a query": (
+        with_sinks(column=lambda s: s.expand(T, 2).t()[None, :, :, None].expand(2, 2, T, 1) * 1.0),
+        "one number",
+    ),
+    "multiplied": (with_sinks(column=lambda s: s.reshape(1, -1, 1, 1).expand(2, -1, T, -1) * 2.0), "one number"),
+    "the other way round": (
+        with_sinks(join=lambda s, c: torch.cat([c, s], -1), drop=lambda w: w[..., :-1]),
+        "one number|no attention sinks|several dtypes|not known to fit|broadcast",
+    ),
+    "the first column is dropped": (with_sinks(drop=lambda w: w[..., 1:]), None),
+    "without a mask": (with_sinks(mask=lambda s, v: s), "it has attention sinks"),
+    "no gradient": (with_sinks(column=lambda s: without_gradients(with_column, s)), "one number"),
+}
+
+
+def with_column(sinks):
+    return sinks.reshape(1, -1, 1, 1).expand(2, -1, T, -1)
+
+
+@pytest.mark.parametrize("share", [0.5, 0.15], ids=["no empty rows", "empty rows"])
+@pytest.mark.parametrize("spelling", SINKS)
+def test_sinks(spelling, share):
+    fn, expected = SINKS[spelling]
+    sinks = torch.tensor([0.5, -1.0], dtype=torch.float64, requires_grad=True)
+    visible = some_keys(share)
+    assert visible.any(-1).all() == (share == 0.5)
+    assert_as_eager(
+        lambda *tensors: fn(*tensors, visible), {} if expected is None else expected, (), [*inputs(2), sinks]
+    )
+
+
+def test_sinks_under_a_mask_that_is_proved():
+    fn = with_sinks()
+    sinks = torch.tensor([0.5, -1.0], dtype=torch.float64, requires_grad=True)
+    assert_as_eager(lambda *tensors: fn(*tensors, causal()), LISTED, (), [*inputs(2), sinks])
+
+
+def test_sinks_written_before_backward_stay():
+    def fn(query, key, value, sinks, visible):
+        sinks = sinks * 2
+        out = with_sinks()(query, key, value, sinks, visible)
+        sinks.data.zero_()
+        return out
+
+    run = specialized(fn)
+    run.call(*inputs(2), torch.zeros(2, dtype=torch.float64, requires_grad=True), some_keys())
+    assert counts(run) == {}
+    assert "written in place later" in run.skip_reasons[0]
