@@ -105,6 +105,7 @@ def masked_attention(
             q, k, v, tuple(blocks), BLOCK, is_seen, of_mask, scale, score, of_score
         )
         if sinks is not None:
+            logsumexp = logsumexp + lists[-1].to(logsumexp.dtype) if kind == "added" else logsumexp
             out = out * torch.sigmoid(logsumexp - sinks[:, None]).to(out.dtype)[..., None]
         if empty_rows == "nan":
             out = out.masked_fill(empty[..., None], float("nan"))
