@@ -132,9 +132,8 @@ def _visibility(
 
 
 def _replacement(site: AttentionSite, visibility: Visibility, reader: IndexReader, settings: Settings) -> Replacement:
-    if site.softcap is not None or site.sinks is not None:
-        changed = "its scores are capped" if site.sinks is None else "it has attention sinks"
-        raise UnknownMask(f"the mask is {visibility.name}, but {changed}, which takes block lists of a mask")
+    if changes := _changes(site):
+        raise UnknownMask(f"the mask is {visibility.name}, but {changes[0]}, which takes block lists of a mask")
     if visibility.keys and (site.inside or site.mask is None or site.mask.role != "shows"):
         raise UnknownMask(
             f"the mask is {visibility.name}, and which keys a query that sees none of them gets instead depends on the "
@@ -152,6 +151,16 @@ def _replacement(site: AttentionSite, visibility: Visibility, reader: IndexReade
     except UnknownMask as reason:
         raise UnknownMask(f"the mask is {visibility.name}, but {reason}") from None
     return Replacement(site, visibility, "packed", kernel, call, place)
+
+
+def _changes(site: AttentionSite) -> list[str]:
+    """What happens to the scores beside a scale and a mask."""
+    changes = {
+        "it has attention sinks": site.sinks,
+        "its scores are capped": site.softcap,
+        "numbers are added to its scores": site.bias,
+    }
+    return [change for change, by in changes.items() if by is not None]
 
 
 def _kernel(site: AttentionSite, settings: Settings, *, hides_keys: bool) -> tuple[AttentionCall, Kernel]:

@@ -97,7 +97,8 @@ def _site(
     gradients = Gradients(output, operators)
     if not all(map(gradients.pass_through, inside)):
         raise NotAttention("gradients are switched off for a part of it")
-    if mask is not None and mask.value.step != FOUND and requires_grad(value_of(mask.value.node)):
+    added = [mask.value if mask is not None else None, chain.bias]
+    if any(each is not None and each.step != FOUND and requires_grad(value_of(each.node)) for each in added):
         raise NotAttention("the mask has a gradient")
     grouped_key, grouped_value = (_before_repeat(node, heads, gradients, reader) for node in (key, value))
     if len({reader.shape(operators.value(node))[1] for node in (grouped_key, grouped_value)}) > 1:
@@ -121,6 +122,7 @@ def _site(
         float(scale) if scale is not None else None,
         chain.softcap,
         sinks,
+        chain.bias,
         inside,
     )
 

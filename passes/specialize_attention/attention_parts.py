@@ -46,6 +46,7 @@ class AttentionSite:
         scale: None is ``1 / sqrt(D)``.
         softcap: scores are ``tanh(scores / softcap) * softcap`` before the mask; None: as they are.
         sinks: ``[Hq]``, a score of each head for a key without a value, which no mask hides; None: there is none.
+        bias: numbers that are added to the scores before the mask is filled in; None: there are none.
         inside: the nodes between query, key, value and output of softmax written out between two products. Nothing
             else uses them. Empty for ``scaled_dot_product_attention``.
     """
@@ -64,4 +65,5 @@ class AttentionSite:
     scale: float | None
     softcap: float | None = None
     sinks: fx.Node | None = None
+    bias: Value | None = None
     inside: tuple[fx.Node, ...] = ()

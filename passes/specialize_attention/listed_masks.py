@@ -15,22 +15,21 @@ from glue_compiler.fx.index_views import Element, NotAView, broadcast_index, sou
 from glue_compiler.fx.operators import FOUND, Operators, Value
 from glue_compiler.fx.value_numbering import Scope
 from glue_compiler.fx.values import expression, requires_grad, storages_of, value_of
-from glue_compiler.passes.specialize_attention.attention_parts import AttentionSite, EmptyRows, Mask
+from glue_compiler.passes.specialize_attention.attention_parts import AttentionSite, EmptyRows
 from glue_compiler.passes.specialize_attention.masks import UnknownMask
 
 _GIVEN = ("placeholder", "get_attr")
 
 
 @dataclass(frozen=True)
-class ListedMask:
-    """A mask whose block lists are made from its values.
+class Elements:
+    """A tensor of which attention reads an element for each score.
 
     Attributes:
         node: of the site's graph. The attention finds in its memory what it has made. Its sizes are 1, or those of
             the site's scores ``[B, Hq, Q, K]``, whose last ones they are.
-        scope, source: the outermost graph around the site in which lists can be made, and its node for the mask.
-        number: equal for masks that are equal when they are made.
-        kind: as :attr:`Mask.role`.
+        scope, source: the outermost graph around the site in which the tensor is at hand, and its node.
+        number: equal for tensors that are equal when they are made.
         dtype: that autocast casts it to; None: it stays as it is.
         is_given: it lies in memory that the graph is given, and does not write.
     """
@@ -39,10 +38,23 @@ class ListedMask:
     scope: Scope
     source: fx.Node
     number: Any
-    kind: str
-    empty_rows: EmptyRows
     dtype: torch.dtype | None
     is_given: bool
+
+
+@dataclass(frozen=True)
+class ListedMask:
+    """A mask whose block lists are made from its ``elements``.
+
+    Attributes:
+        kind: as :attr:`Mask.role`.
+        bias: numbers that are added to the scores beside a boolean mask; None: there are none.
+    """
+
+    elements: Elements
+    kind: str
+    empty_rows: EmptyRows
+    bias: Elements | None
 
 
 def listed_mask(site: AttentionSite, reader: IndexReader) -> ListedMask:
@@ -51,26 +63,26 @@ def listed_mask(site: AttentionSite, reader: IndexReader) -> ListedMask:
     Raises:
         UnknownMask: it cannot; the message says why.
     """
-    mask, operators = site.mask, reader.operators
+    mask = site.mask
     if mask is None:
         raise UnknownMask("there is no mask to read")
     if mask.empty_rows is None:
         raise UnknownMask("the masked scores are rounded, and what hides a key then is not known")
-    if not operators.is_tensor(mask.value):
+    elements = _elements(mask.value, mask.role == "added", site, reader)
+    bias = _elements(site.bias, True, site, reader) if site.bias is not None else None
+    return ListedMask(elements, mask.role, mask.empty_rows, bias)
+
+
+def _elements(tensor: Value, is_added: bool, site: AttentionSite, reader: IndexReader) -> Elements:
+    operators = reader.operators
+    if not operators.is_tensor(tensor):
         raise UnknownMask("the mask is not a plain tensor")
-    _require_dtype(mask, site, reader)
-    value, node = _smallest(mask.value, site, reader)
+    if is_added:
+        _require_numbers(tensor, site, reader)
+    value, node = _smallest(tensor, site, reader)
     scope, source = _outermost(value, node, site, operators)
-    return ListedMask(
-        node,
-        scope,
-        source,
-        operators.number(value),
-        mask.role,
-        mask.empty_rows,
-        _cast_to(mask, site, operators),
-        _is_given(value, operators),
-    )
+    dtype = _cast_to(tensor, site, operators) if is_added else None
+    return Elements(node, scope, source, operators.number(value), dtype, _is_given(value, operators))
 
 
 def _outermost(value: Value, node: fx.Node, site: AttentionSite, operators: Operators) -> tuple[Scope, fx.Node]:
@@ -99,23 +111,21 @@ def _is_given(mask: Value, operators: Operators) -> bool:
     return storage in given and storage not in numbering.written | numbering.unreadable
 
 
-def _require_dtype(mask: Mask, site: AttentionSite, reader: IndexReader) -> None:
-    dtype = reader.dtype(mask.value)
-    if mask.role != "added":
-        return
+def _require_numbers(added: Value, site: AttentionSite, reader: IndexReader) -> None:
+    dtype = reader.dtype(added)
     if not dtype.is_floating_point:
         raise UnknownMask(f"numbers in {dtype} are added to the scores")
-    if mask.value.step == FOUND:
+    if added.step == FOUND:
         raise UnknownMask("what is added to the scores is written in place, perhaps by what has a gradient")
     computed_in = torch.promote_types(value_of(site.output).dtype, torch.float32)
     if torch.promote_types(dtype, computed_in) != computed_in:
         raise UnknownMask(f"{dtype} is added to the scores, and kernels compute in {computed_in}")
 
 
-def _cast_to(mask: Mask, site: AttentionSite, operators: Operators) -> torch.dtype | None:
+def _cast_to(added: Value, site: AttentionSite, operators: Operators) -> torch.dtype | None:
     """Autocast casts what ``scaled_dot_product_attention`` adds, as it casts query, key and value."""
     output: torch.Tensor = value_of(site.output)
-    if mask.role != "added" or site.inside or operators.meta(mask.value).dtype == output.dtype:
+    if site.inside or operators.meta(added).dtype == output.dtype:
         return None
     with operators.mode(site.output).entered():
         return output.dtype if torch.is_autocast_enabled(output.device.type) else None

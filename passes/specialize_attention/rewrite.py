@@ -13,11 +13,11 @@ import glue_compiler.ops  # noqa: F401  registers torch.ops.glue
 from glue_compiler.errors import GlueInvariantError
 from glue_compiler.fx.effects import Kind
 from glue_compiler.fx.index_expressions import IndexReader
-from glue_compiler.fx.value_numbering import Numbering
+from glue_compiler.fx.value_numbering import Numbering, Scope
 from glue_compiler.fx.values import expression, requires_grad, storages_of, value_of
 from glue_compiler.passes.specialize_attention.analysis import Plan, Replacement
 from glue_compiler.passes.specialize_attention.attention_parts import AttentionSite
-from glue_compiler.passes.specialize_attention.listed_masks import ListedMask
+from glue_compiler.passes.specialize_attention.listed_masks import Elements, ListedMask
 from glue_compiler.passes.specialize_attention.memory_layouts import has_layout, layout_of
 from glue_compiler.passes.specialize_attention.metadata_places import MetadataPlace, anchor
 from glue_compiler.passes.specialize_attention.metadata_vectors import MetadataVectors
@@ -45,7 +45,8 @@ class _Writer:
         self.reader = reader
         self.make = NodeMaker(fake_mode)
         self.metadata: dict[Any, list[fx.Node]] = {}
-        self.lists: dict[Any, tuple[fx.Node | None, list[fx.Node]]] = {}
+        self.lists: dict[Any, list[fx.Node]] = {}
+        self.copies: dict[Any, fx.Node] = {}
         self.results: dict[fx.Node, fx.Node] = {}
         self.abandoned: list[fx.Node] = []
         """Nodes that may have lost their last user."""
@@ -54,6 +55,8 @@ class _Writer:
         site = replacement.site
         packed = self._packed_metadata(replacement) if replacement.metadata is not None else None
         listed = self._lists(site, replacement.mask) if replacement.mask is not None else None
+        biased = replacement.mask.bias if replacement.mask is not None else None
+        bias = self._in_memory(site, biased) if biased is not None else None
         visibility = replacement.visibility
         self.make.meta = {
             name: site.output.meta[name] for name in ("stack_trace", "nn_module_stack") if name in site.output.meta
@@ -64,7 +67,7 @@ class _Writer:
         with graph.inserting_before(site.output):
             query, key, value = self._operands(site, expected.dtype)
             if replacement.mask is not None and listed is not None:
-                result = self._listed(replacement, (query, key, value), *listed)
+                result = self._listed(replacement, (query, key, value), *listed, bias)
             elif packed is not None:
                 assert visibility is not None
                 cu_seqlens, *blocks = packed
@@ -137,41 +140,57 @@ class _Writer:
         operands: tuple[fx.Node, fx.Node, fx.Node],
         node: fx.Node,
         lists: list[fx.Node],
+        bias: fx.Node | None,
     ) -> fx.Node:
         site, mask = replacement.site, replacement.mask
         assert mask is not None
         settings = (mask.kind, mask.empty_rows, site.scale, site.softcap)
-        sinks = {} if site.sinks is None else {"sinks": self.results.get(site.sinks, site.sinks)}
+        others: dict[str, Any] = {} if site.sinks is None else {"sinks": self.results.get(site.sinks, site.sinks)}
+        if bias is not None:
+            others["bias"] = bias
         graph = site.scope.module.graph
-        return self.make.call(graph, _glue.masked_attention.default, *operands, node, lists, *settings, **sinks)
+        return self.make.call(graph, _glue.masked_attention.default, *operands, node, lists, *settings, **others)
 
     def _lists(self, site: AttentionSite, mask: ListedMask) -> tuple[fx.Node, list[fx.Node]]:
-        """The mask, perhaps a copy of it, and its block lists, as nodes of the site's graph."""
+        """The mask and its block lists, as nodes of the site's graph."""
+        elements = mask.elements
+        node = self._in_memory(site, elements)
         sizes = tuple(str(expression(value_of(node).shape[2])) for node in (site.query, site.key))
-        shared = (mask.scope, mask.number, mask.kind, mask.empty_rows, mask.dtype, mask.is_given, sizes)
+        shared = (elements.scope, elements.number, elements.dtype, mask.kind, mask.empty_rows, sizes)
         if shared not in self.lists:
             self.lists[shared] = self._write_lists(site, mask)
-        copy, lists = self.lists[shared]
-        here = [self.make.brought_to(node, mask.scope, site.scope) for node in lists]
-        if copy is None:
-            return self.results.get(mask.node, mask.node), here
-        return self.make.brought_to(copy, mask.scope, site.scope), here
+        return node, [self.make.brought_to(each, elements.scope, site.scope) for each in self.lists[shared]]
 
-    def _write_lists(self, site: AttentionSite, mask: ListedMask) -> tuple[fx.Node | None, list[fx.Node]]:
-        graph, before = mask.scope.module.graph, anchor(site.output, site.scope, mask.scope)
-        self.make.meta, self.make.mode = {}, self.reader.operators.mode(before)
-        given = node = self.results.get(mask.source, mask.source)
+    def _write_lists(self, site: AttentionSite, mask: ListedMask) -> list[fx.Node]:
+        elements = mask.elements
+        graph, before = self._set_before(site, elements.scope)
+        given = self.results.get(elements.source, elements.source)
+        node = self.copies.get(_copy_of(elements), given)
         with graph.inserting_before(before):
-            if mask.dtype is not None:
-                node = self.make.method(graph, "to", node, mask.dtype)
-            if node is not given or not mask.is_given:
-                # The kernels of backward find it in memory too, and nobody writes it before.
-                copies = self.make.call(graph, _glue.materialized.default, [node])
-                node = self.make.call(graph, operator.getitem, copies, 0)
             sizes = [self._size_of_scores(dim, site, given) for dim in (-2, -1)]
             blocks = self.make.call(graph, _glue.mask_blocks.default, node, *sizes, mask.kind, mask.empty_rows)
-            lists = [self.make.call(graph, operator.getitem, blocks, i) for i in range(len(value_of(blocks)))]
-        return node if node is not given else None, lists
+            return [self.make.call(graph, operator.getitem, blocks, i) for i in range(len(value_of(blocks)))]
+
+    def _in_memory(self, site: AttentionSite, elements: Elements) -> fx.Node:
+        """What the kernels of backward find in memory too, and nobody writes before; a node of the site's graph."""
+        if elements.is_given and elements.dtype is None:
+            return self.results.get(elements.node, elements.node)
+        shared = _copy_of(elements)
+        if shared not in self.copies:
+            graph, before = self._set_before(site, elements.scope)
+            node = self.results.get(elements.source, elements.source)
+            with graph.inserting_before(before):
+                if elements.dtype is not None:
+                    node = self.make.method(graph, "to", node, elements.dtype)
+                copies = self.make.call(graph, _glue.materialized.default, [node])
+                self.copies[shared] = self.make.call(graph, operator.getitem, copies, 0)
+        return self.make.brought_to(self.copies[shared], elements.scope, site.scope)
+
+    def _set_before(self, site: AttentionSite, scope: Scope) -> tuple[fx.Graph, fx.Node]:
+        """Where in ``scope`` is written what the site needs; takes over the modes there."""
+        before = anchor(site.output, site.scope, scope)
+        self.make.meta, self.make.mode = {}, self.reader.operators.mode(before)
+        return scope.module.graph, before
 
     def _size_of_scores(self, dim: int, site: AttentionSite, mask: fx.Node) -> Any:
         """A size of the mask if it is that, so that lists depend on the mask alone, which layers share."""
@@ -239,6 +258,10 @@ class _Writer:
         for name, args in (("permute", (layout,)), ("contiguous", ()), ("permute", (back,))):
             result = self.make.method(result.graph, name, result, *args)
         return result
+
+
+def _copy_of(elements: Elements) -> Any:
+    return elements.scope, elements.number, elements.dtype
 
 
 def _sizes(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -38,6 +38,7 @@ class Chain:
     softcap: float | None = None
     has_sinks: bool = False
     sinks: Value | None = None
+    bias: Value | None = None
     dtypes: list[torch.dtype] = field(default_factory=list)
 
 
@@ -53,7 +54,7 @@ class WrittenOut:
 
 
 def read_written_out(output: Value, call: Call, reader: IndexReader) -> WrittenOut | None:
-    """matmul(dropout(softmax(cap(scale * matmul(query, key^T)) + mask)), value); None if the product is none.
+    """matmul(dropout(softmax(cap(scale * matmul(query, key^T)) + bias + mask)), value); None if the product is none.
 
     Raises:
         NotAttention: it is one in another form.
@@ -65,7 +66,7 @@ def read_written_out(output: Value, call: Call, reader: IndexReader) -> WrittenO
         return None
     if chain.has_sinks:
         weights = _without_sinks(weights, chain, operators)
-    scores = _capped(_masked(weights, chain, reader), chain, operators)
+    scores = _capped(_biased(_masked(weights, chain, reader), chain, operators), chain, operators)
     product = operators.does(scores)
     if product is None or product.operator is not aten.matmul:
         raise NotAttention("softmax of scores that are changed in another way than by a scale, a soft cap and a mask")
@@ -184,6 +185,23 @@ def _masked(value: Value, chain: Chain, reader: IndexReader) -> Value:
             return _masked(scores, chain, reader)
         case _:
             pass
+    return value
+
+
+def _biased(value: Value, chain: Chain, operators: Operators) -> Value:
+    """Takes numbers off the scores, in which a mask is filled in."""
+    if chain.mask is None or chain.mask.role == "added":
+        return value
+    match operators.does(value):
+        case Call(aten.add, {"self": Value() as first, "other": Value() as second, "alpha": 1}):
+            for scores, bias in ((first, second), (second, first)):
+                if operators.is_tensor(bias) and _is_product(scores, operators):
+                    chain.bias = bias
+                    chain.links.append(value)
+                    return scores
+        case Call(operator, {"self": Value() as scores}) if operator in CONVERSIONS:
+            chain.links.append(value)
+            return _biased(scores, chain, operators)
     return value
 
 

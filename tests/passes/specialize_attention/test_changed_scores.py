@@ -162,3 +162,54 @@ def test_sinks_written_before_backward_stay():
     run.call(*inputs(2), torch.zeros(2, dtype=torch.float64, requires_grad=True), some_keys())
     assert counts(run) == {}
     assert "written in place later" in run.skip_reasons[0]
+
+
+# -- numbers that are added, and a mask that is filled in
+
+
+def alibi():
+    return torch.tensor([0.5, 0.25], dtype=torch.float64)[:, None, None] * (torch.arange(T) - T)
+
+
+def biased(bias, hide=lambda scores, visible: scores.masked_fill(~visible, float("-inf"))):
+    def fn(query, key, value, visible):
+        return F.softmax(hide(bias(query @ key.mT * 0.25), visible), -1) @ value
+
+    return fn
+
+
+BIASES = {
+    "added": (biased(lambda s: s + alibi()), LISTED),
+    "first": (biased(lambda s: torch.add(alibi(), s)), LISTED),
+    "filled with a finite number": (biased(lambda s: s + alibi(), lambda s, v: torch.where(v, s, -1e30)), LISTED),
+    "after a soft cap": (biased(lambda s: torch.tanh(s) * 2.0 + alibi()), LISTED),
+    "converted afterwards": (biased(lambda s: (s + alibi()).to(torch.float64)), LISTED),
+    "scaled afterwards": (biased(lambda s: (s + alibi()) * 2.0), "changed in another way"),
+    "before a soft cap": (biased(lambda s: torch.tanh(s + alibi())), "changed in another way"),
+    "with another factor": (biased(lambda s: torch.add(s, alibi(), alpha=2)), "changed in another way"),
+    "twice": (biased(lambda s: s + alibi() + alibi()), "changed in another way"),
+    "integers": (biased(lambda s: s + torch.arange(T)), "are added to the scores"),
+    "a mask added after it": (
+        biased(lambda s: s + alibi(), lambda s, v: s + torch.where(v, 0.0, -1e30).double()),
+        "changed in another way",
+    ),
+}
+
+
+@pytest.mark.parametrize("share", [0.5, 0.15], ids=["no empty rows", "empty rows"])
+@pytest.mark.parametrize("spelling", BIASES)
+def test_numbers_added_beside_a_mask(spelling, share):
+    fn, expected = BIASES[spelling]
+    assert_as_eager(fn, expected, [some_keys(share)], inputs(2))
+
+
+def test_numbers_added_beside_a_mask_that_is_proved():
+    assert_as_eager(lambda *tensors: biased(lambda s: s + alibi())(*tensors, causal()), LISTED, eager=False)
+
+
+def test_numbers_with_a_gradient_stay():
+    def fn(query, key, value, bias, visible):
+        return biased(lambda s: s + bias)(query, key, value, visible)
+
+    bias = torch.ones(T, T, dtype=torch.float64, requires_grad=True)
+    assert_as_eager(lambda *tensors: fn(*tensors, causal()), "the mask has a gradient", tensors=[*inputs(), bias])
