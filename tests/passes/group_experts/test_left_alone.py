@@ -255,3 +255,24 @@ def test_switched_off_the_loop_stays():
     run = compile_with_glue(loop_r, passes={"group_experts": False})
     run.call(x, selected, *rest)
     assert count(run.graph, torch.where) == EXPERTS
+
+
+def test_a_bias_that_some_experts_have():
+    def loop(biased):
+        def fn(x, selected, weights, gate_up, down):
+            out = torch.zeros_like(x)
+            for expert in range(EXPERTS):
+                token, slot = torch.where(selected == expert)
+                bias = gate_up[expert, 0] if expert in biased else None
+                rows = F.linear(x[token], gate_up[expert, : x.shape[1]], bias)
+                out.index_add_(0, token, rows * weights[token, slot, None])
+            return out + down.sum()
+
+        return fn
+
+    selected = routings()["spread"]
+    x, *given = inputs_for(selected)
+    for biased, done in (({1}, "loops_sliced"), (set(range(EXPERTS)), "loops_grouped")):
+        run = compiled(loop(biased), eager=True)
+        torch.testing.assert_close(run.call(x, selected, *given), loop(biased)(x, selected, *given))
+        assert run.report.passes[0].counts[done] == 1
