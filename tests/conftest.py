@@ -20,6 +20,7 @@ def no_glue_variables(monkeypatch):
         "GLUE_DISABLE",
         "GLUE_STRICT",
         "GLUE_COMPILER",
+        "GLUE_KERNELS",
         "GLUE_HOIST_LIMIT",
         "GLUE_MEMOIZE_THRESHOLD",
         "GLUE_OFFLOAD",
