@@ -174,3 +174,11 @@ def test_soft_caps():
     run = specialized(model, eager=False)
     assert_steps_are_close(model, run, batch_of(rows=2, packed=False))
     assert counts(run) == {"listed": 2}
+
+
+def test_alibi_beside_a_mask():
+    settings = {"d_model": 32, "n_heads": 4, "n_layers": 1, "max_seq_len": 64, "vocab_size": 64}
+    model = transformers.MptForCausalLM(transformers.MptConfig(**settings))
+    run = specialized(model, eager=False)
+    assert_steps_are_close(model, run, batch_of(rows=2, packed=False))
+    assert counts(run) == {"listed": 1}
