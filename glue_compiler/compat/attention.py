@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import math
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from glue_compiler.compat import saved_tensor_hooks
 from glue_compiler.compat.known_problems import torch_version
 
 
@@ -127,10 +129,18 @@ def flex_attention(
     score_mod = module._identity if score is None else lambda *given: score(*given)
     # AUTO would take a decoding kernel for short rows.
     options = module._apply_kernel_options(query, key, value, False, {"BACKEND": "TRITON"})
-    out, logsumexp, *_ = operator(
-        query, key, value, score_mod, block_mask.as_tuple(), scale, options, score_tensors, mask_tensors
-    )
+    # The operator traces the gradient of its scores with autograd, where a checkpoint around an eager call would take
+    # what that saves for the forward's own, and compute it again in the middle of it.
+    is_hooked = score is not None and saved_tensor_hooks.are_active()
+    with torch.autograd.graph.saved_tensors_hooks(_same, _same) if is_hooked else contextlib.nullcontext():
+        out, logsumexp, *_ = operator(
+            query, key, value, score_mod, block_mask.as_tuple(), scale, options, score_tensors, mask_tensors
+        )
     return out, logsumexp * math.log(2)  # it is to the base of 2
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def cudnn_before_flash() -> AbstractContextManager[Any]:

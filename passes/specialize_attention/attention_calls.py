@@ -38,7 +38,7 @@ def attention_sites(scope: Scope, reader: IndexReader) -> Iterator[AttentionSite
                 continue
             if call.operator is aten.scaled_dot_product_attention:
                 site = _operator_site(node, call, scope, reader)
-            elif call.operator is aten.matmul:
+            elif call.operator in (aten.matmul, aten.einsum):
                 site = _written_out_site(value, call, scope, reader)
             else:
                 continue

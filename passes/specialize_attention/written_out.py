@@ -17,6 +17,7 @@ from glue_compiler.fx.operators import Call, Operators, Value
 from glue_compiler.fx.values import value_of
 from glue_compiler.passes.specialize_attention.attention_parts import EmptyRows, Mask, NotAttention
 from glue_compiler.passes.specialize_attention.gradients import Gradients
+from glue_compiler.passes.specialize_attention.products import product_of
 
 aten = torch.ops.aten
 
@@ -61,18 +62,21 @@ def read_written_out(output: Value, call: Call, reader: IndexReader) -> WrittenO
     """
     operators = reader.operators
     chain = Chain()
-    weights = _softmax(call.arguments["self"], chain, operators)
+    outer = product_of(call, operators)
+    if outer is None or outer.is_transposed:
+        return None
+    weights = _softmax(outer.left, chain, operators)
     if weights is None:
         return None
     if chain.has_sinks:
         weights = _without_sinks(weights, chain, operators)
     scores = _capped(_biased(_masked(weights, chain, reader), chain, operators), chain, operators)
-    product = operators.does(scores)
-    if product is None or product.operator is not aten.matmul:
+    product = product_of(operators.does(scores), operators)
+    if product is None:
         raise NotAttention("softmax of scores that are changed in another way than by a scale, a soft cap and a mask")
     chain.links.append(scores)
-    key = _transposed(product.arguments["other"], output.node, reader)
-    query, value = product.arguments["self"], call.arguments["other"]
+    key = product.right if product.is_transposed else _transposed(product.right, output.node, reader)
+    query, value = product.left, outer.right
     if key is None or not operators.is_tensor(query) or not operators.is_tensor(value):
         return None
     nodes = [operators.node_of(link) for link in chain.links]
@@ -268,8 +272,7 @@ def _scaled(value: Value, chain: Chain, operators: Operators) -> Value:
 
 
 def _is_product(value: Value, operators: Operators) -> bool:
-    call = operators.does(_capped(value, Chain(), operators))
-    return call is not None and call.operator is aten.matmul
+    return product_of(operators.does(_capped(value, Chain(), operators)), operators) is not None
 
 
 def _transposed(value: Any, output: fx.Node, reader: IndexReader) -> Value | None:

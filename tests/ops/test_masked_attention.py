@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from glue_compiler.ops import mask_blocks
 from glue_compiler.ops.document_blocks import BLOCK
@@ -104,6 +105,16 @@ def test_a_query_that_sees_no_key_gets_the_mean_of_all_where_scores_are_filled_w
     inputs = leaves(300, 300)
     wanted = with_gradients(written_out(mask, fill=torch.finfo(torch.float64).min), inputs)
     assert_equal(with_gradients(by_lists(mask, "shows", "mean"), inputs), wanted)
+
+
+def test_a_checkpoint_around_an_eager_call_leaves_the_gradients_as_they_are():
+    """torch traces the gradient of changed scores inside the call, in sight of the checkpoint's hooks."""
+    mask = boolean_masks(30, 30)["random"].clone()
+    mask[7] = False
+    inputs = leaves(30, 30)
+    call = by_lists(mask, "shows", "mean")
+    wanted = with_gradients(call, inputs)
+    assert_equal(with_gradients(lambda *given: checkpoint(call, *given, use_reentrant=False), inputs), wanted)
 
 
 def test_a_query_that_sees_no_key_gets_nan_where_scores_are_filled_with_minus_infinity():

@@ -1,0 +1,51 @@
+"""Products of matrices for each row and head, however they are written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from glue_compiler.fx.operators import Call, Operators, Value
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Product:
+    """``left @ right``, or ``left @ right.transpose(-1, -2)``; all are of four dimensions."""
+
+    left: Value
+    right: Value
+    is_transposed: bool
+
+
+def product_of(call: Call | None, operators: Operators) -> Product | None:
+    match call:
+        case Call(aten.matmul, {"self": Value() as left, "other": Value() as right}):
+            return Product(left, right, False)
+        case Call(aten.einsum, {"equation": str() as equation, "tensors": [Value() as first, Value() as second]}):
+            factors, _, result = equation.replace(" ", "").partition("->")
+            names = factors.split(",")
+            for (left, of_left), (right, of_right) in (
+                ((first, names[0]), (second, names[-1])),
+                ((second, names[-1]), (first, names[0])),
+            ):
+                is_transposed = _is_transposed(of_left, of_right, result)
+                if is_transposed is not None:
+                    return Product(left, right, is_transposed)
+        case _:
+            pass
+    return None
+
+
+def _is_transposed(left: str, right: str, result: str) -> bool | None:
+    """Of ``bhij,bhjk->bhik`` False, of ``bhij,bhkj->bhik`` True; None for what is no such product."""
+    names = "".join(dict.fromkeys(left + right))
+    if not (names.isalpha() and len(names) == 5 and len(left) == len(right) == len(result) == 4):
+        return None
+    rows, inner, columns = left[2], left[3], result[3]
+    batch = left[:2]
+    if result != batch + rows + columns or len({*batch, rows, inner, columns}) != 5:
+        return None
+    return {batch + inner + columns: False, batch + columns + inner: True}.get(right)

@@ -1,0 +1,52 @@
+"""Softmax between two products that einsum writes, beside products of another kind."""
+
+import pytest
+import torch
+
+from tests.passes.specialize_attention.attention import LENGTH, assert_as_eager
+
+
+def between(of_scores, of_result):
+    """Causal attention whose products are ``(tensor, tensor) -> tensor``."""
+
+    def fn(query, key, value):
+        token = torch.arange(query.shape[2])
+        scores = (of_scores(query, key) * 0.25).masked_fill(token[:, None] < token, float("-inf"))
+        return of_result(scores.softmax(-1), value)
+
+    return fn
+
+
+def einsum(equation, swapped=False):
+    return lambda a, b: torch.einsum(equation, b, a) if swapped else torch.einsum(equation, a, b)
+
+
+SCORES = {
+    "named": einsum("bhqd,bhkd->bhqk"),
+    "spaces": einsum(" b h i d , b h j d -> b h i j"),
+    "the other way round": einsum("bhkd,bhqd->bhqk", swapped=True),
+    "of keys to queries": einsum("bhqd,bhkd->bhkq"),
+    "of a transposed key": lambda q, k: torch.einsum("bhqd,bhdk->bhqk", q, k.transpose(-1, -2)),
+    "matmul": lambda q, k: q @ k.mT,
+}
+RESULTS = {"named": einsum("bhqk,bhkd->bhqd"), "matmul": torch.matmul}
+
+
+@pytest.mark.parametrize("result", list(RESULTS))
+@pytest.mark.parametrize("scores", list(SCORES))
+def test_products_that_are_those_of_attention(scores, result):
+    assert_as_eager(between(SCORES[scores], RESULTS[result]), {"causal": 1})
+
+
+OTHERS = {
+    "heads are summed": (lambda q, k: torch.einsum("bhqd,bgkd->bgqk", q, k), RESULTS["named"]),
+    "a diagonal": (lambda q, k: torch.einsum("bhqd,bhkd,q->bhqk", q, k, torch.ones(LENGTH).double()), RESULTS["named"]),
+    "the value is transposed": (SCORES["named"], lambda w, v: torch.einsum("bhqk,bhdk->bhqd", w, v.transpose(-1, -2))),
+    "a result in another order": (SCORES["named"], einsum("bhqk,bhkd->bqhd")),
+    "the weights are transposed": (SCORES["named"], einsum("bhkq,bhkd->bhqd")),
+}
+
+
+@pytest.mark.parametrize("name", list(OTHERS))
+def test_other_products_are_left_alone(name):
+    assert_as_eager(between(*OTHERS[name]), {})
