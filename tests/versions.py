@@ -49,8 +49,8 @@ CUDA_BUILD_WITHOUT_DEVICE = torch.version.cuda is not None and not torch.cuda.is
 
 TRANSFORMERS_4 = importlib.util.find_spec("transformers") is not None and version("transformers").startswith("4.")
 
-MASKS_UNDER_VMAP = Limit(
-    "transformers 4 makes masks under vmap, in whose code specialize_attention does not follow what is written",
+SINKS_BEHIND_VMAP = Limit(
+    "transformers 4 makes masks under vmap, behind whose code specialize_attention does not follow attention sinks",
     where=TRANSFORMERS_4,
 )
 CLASS_ATTRIBUTE = Limit(

@@ -19,8 +19,9 @@ class Costs:
         metadata: offsets and block lists of a batch, once.
         saved: (tokens in a row, what a layer saves from there on), ascending. Rows shorter than the first were not
             measured and count as saving nothing.
-        listed: queries from which on a layer saves more than block lists of a mask's own values cost. How many layers
-            share them is not known: each may be in a graph of its own.
+        listed: queries from which on a layer saves more than block lists of a mask's own values cost: an estimate, from
+            the layer's saving and 80 us for the lists. How many layers share them is not known: each may be in a graph
+            of its own, and memoize_metadata shares the lists of masks of 1 MiB and more.
     """
 
     metadata: float
@@ -29,7 +30,7 @@ class Costs:
 
 
 MEASURED: dict[Capability, Costs] = {
-    (9, 0): Costs(metadata=29, saved=((256, 16), (512, 35), (1024, 78)), listed=512),
+    (9, 0): Costs(metadata=29, saved=((256, 16), (512, 35), (1024, 78)), listed=1024),
 }
 """By compute capability."""
 ASSUMED = MEASURED[9, 0]

@@ -22,7 +22,7 @@ def test_long_rows_and_many_layers_pay(length, layers, expected):
     assert pays((8, 0), length, layers) == expected  # not measured: as the one that was
 
 
-@pytest.mark.parametrize(("queries", "expected"), [(8192, True), (512, True), (511, False), (1, False), (None, True)])
+@pytest.mark.parametrize(("queries", "expected"), [(8192, True), (1024, True), (1023, False), (1, False), (None, True)])
 def test_lists_of_a_mask_pay_for_many_queries(queries, expected):
     assert lists_pay((9, 0), queries) == expected
     assert lists_pay((8, 0), queries) == expected

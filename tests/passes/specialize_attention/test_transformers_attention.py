@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests import versions
 from tests.passes.specialize_attention.attention import LENGTH, POSITIONS, counts, specialized, square_tensors
 from tests.slow import slow_but
 
 transformers = pytest.importorskip("transformers")
-pytestmark = versions.MASKS_UNDER_VMAP.mark
 
 COMMON = {
     "hidden_size": 32,
@@ -54,7 +54,10 @@ def step(model, call, batch):
 
 
 def assert_steps_are_close(model, run, batch):
-    expected, actual = step(model, model, batch), step(model, run.call, batch)
+    # The CPU's fused kernel has wrong gradients for queries whose keys are all hidden by finite numbers.
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = step(model, model, batch)
+    actual = step(model, run.call, batch)
     assert len(expected) == len(actual) > 5
     for want, got in zip(expected, actual, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
@@ -67,6 +70,15 @@ def batch_of(rows=1, packed=True):
     return batch
 
 
+def assert_forms(run, forms):
+    """transformers 4 makes masks under vmap, whose code is not followed: there they are read when the graph runs."""
+    if versions.TRANSFORMERS_4:
+        assert counts(run) == {"listed": sum(forms.values())}
+        return
+    assert counts(run) == forms
+    assert square_tensors(run) == []
+
+
 @pytest.mark.parametrize("attention", slow_but(("eager",), ["sdpa", "eager"]))
 @pytest.mark.parametrize("kind", slow_but(("gemma3_text",), ["llama", "qwen3", "mistral", "gemma3_text"]))
 def test_packed_documents(kind, attention):
@@ -74,8 +86,7 @@ def test_packed_documents(kind, attention):
     run = specialized(model, eager=False)
     batch = batch_of(rows=2)
     assert_steps_are_close(model, run, batch)
-    assert counts(run) == {"packed": model.config.num_hidden_layers}
-    assert square_tensors(run) == []
+    assert_forms(run, {"packed": model.config.num_hidden_layers})
     # Editing one document leaves the others as they are, bit by bit.
     before = run.call(**batch).logits
     batch["input_ids"][:, 4:10] = 3
@@ -99,8 +110,7 @@ def test_whole_rows(kind, forms, attention):
     model = tiny(kind, attention)
     run = specialized(model, eager=False)
     assert_steps_are_close(model, run, batch_of(rows=2, packed=False))
-    assert counts(run) == forms
-    assert square_tensors(run) == []
+    assert_forms(run, forms)
 
 
 def test_gradient_checkpointing():
@@ -108,8 +118,7 @@ def test_gradient_checkpointing():
     model.gradient_checkpointing_enable()
     run = specialized(model, eager=False)
     assert_steps_are_close(model, run, batch_of())
-    assert counts(run) == {"packed": 1}
-    assert square_tensors(run) == []
+    assert_forms(run, {"packed": 1})
 
 
 def test_an_encoder_with_a_window_on_both_sides():
@@ -132,8 +141,7 @@ def test_padding(kind, side):
     batch["attention_mask"] = torch.ones(2, LENGTH, dtype=torch.long)
     batch["attention_mask"][0, slice(3) if side == "left" else slice(-3, None)] = 0
     assert_steps_are_close(model, run, batch)
-    assert counts(run) == {"packed": model.config.num_hidden_layers}
-    assert square_tensors(run) == []
+    assert_forms(run, {"packed": model.config.num_hidden_layers})
     before = run.call(**batch).logits
     batch["attention_mask"][0] = 1
     batch["attention_mask"][1, 5:] = 0
@@ -160,6 +168,7 @@ class WithoutExperts(torch.nn.Module):
         return x, None
 
 
+@versions.SINKS_BEHIND_VMAP.mark
 def test_attention_sinks():
     model = tiny("gpt_oss", "eager")
     for layer in model.model.layers:
