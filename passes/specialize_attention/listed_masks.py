@@ -31,7 +31,7 @@ class Elements:
         scope, source: the outermost graph around the site in which the tensor is at hand, and its node.
         number: equal for tensors that are equal when they are made.
         dtype: that autocast casts it to; None: it stays as it is.
-        is_given: it lies in memory that the graph is given, and does not write.
+        is_given: it lies in memory that the graph is given, and that is not written before backward.
     """
 
     node: fx.Node
@@ -82,7 +82,10 @@ def _elements(tensor: Value, is_added: bool, site: AttentionSite, reader: IndexR
     value, node = _smallest(tensor, site, reader)
     scope, source = _outermost(value, node, site, operators)
     dtype = _cast_to(tensor, site, operators) if is_added else None
-    return Elements(node, scope, source, operators.number(value), dtype, _is_given(value, operators))
+    # Backward of a sum needs none of its terms, so who wrote it out may write them; backward of a kernel reads them.
+    may_be_written = is_added and bool(site.inside) and requires_grad(value_of(site.output))
+    is_given = _is_given(value, operators) and not may_be_written
+    return Elements(node, scope, source, operators.number(value), dtype, is_given)
 
 
 def _outermost(value: Value, node: fx.Node, site: AttentionSite, operators: Operators) -> tuple[Scope, fx.Node]:

@@ -427,3 +427,46 @@ def test_the_mask_is_all_that_is_left():
     run = specialized(attention(lambda prefix: causal() | prefix[:, None, None]))
     run.call(*inputs(), random_mask(1, T))
     assert {value for value in square_tensors(run) if "getitem" not in value}
+
+
+# -- masks that the caller writes before backward
+
+
+def added(query, key, value, mask):
+    return F.softmax(query @ key.mT * 0.25 + mask, -1) @ value
+
+
+def copies(run):
+    return sum(node.target is torch.ops.glue.materialized.default for node in run.graph.graph.nodes)
+
+
+@pytest.mark.parametrize("write", [lambda mask: mask.data.zero_(), lambda mask: mask.zero_()], ids=["data", "mask"])
+def test_numbers_that_the_caller_writes_before_backward(write):
+    """Softmax that is written out needs none of them in backward."""
+    found = []
+    for call in (added, specialized(added).call):
+        torch.manual_seed(0)
+        tensors = inputs()
+        mask = torch.randn(1, 1, T, T, dtype=torch.float64)
+        out = call(*tensors, mask)
+        write(mask)
+        found.append(torch.autograd.grad(out.sum(), tensors))
+    for got, want in zip(*reversed(found), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize(
+    ("call", "mask", "grad", "expected"),
+    [
+        (added, torch.zeros(T, T).double(), True, 1),
+        (added, torch.zeros(T, T).double(), False, 0),
+        (sdpa, torch.zeros(T, T).double(), True, 0),
+        (sdpa, torch.ones(T, T).bool(), True, 0),
+    ],
+    ids=["added", "without gradients", "sdpa", "boolean"],
+)
+def test_a_mask_is_copied_only_where_eager_does_not_keep_it_for_backward(call, mask, grad, expected):
+    run = specialized(call)
+    run.call(*(each.detach().requires_grad_(grad) for each in inputs()), mask)
+    assert counts(run) == {"listed": 1}
+    assert copies(run) == expected
