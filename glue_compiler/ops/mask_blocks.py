@@ -40,7 +40,7 @@ def mask_blocks(mask: Tensor, queries: int, keys: int, kind: str, empty_rows: st
         mask's own batch and heads, or 1: for each block of queries the blocks of keys that are seen in part, and those
         seen in full; for each block of keys the same blocks of queries. Then bool ``[b, h, Q]``: the queries that see
         no key; for ``added`` those whose numbers are all minus infinity. For ``added`` there follows ``[b, h, Q]`` in
-        the mask's dtype: the largest number of queries all of whose numbers hide, 0 of the others.
+        the mask's dtype: the largest number of each query, 0 where that is infinite.
 
         A number that is added stays to be added in all blocks; those are "in full" that reach over no end of the
         matrix. Blocks of hidden keys are left out unless one of their queries sees no other key and gets a mean,
@@ -57,7 +57,7 @@ def mask_blocks(mask: Tensor, queries: int, keys: int, kind: str, empty_rows: st
     seen, whole, rows = _read(mask.expand(shape), kind)
     if kind == "added":
         empty, hidden = rows == float("-inf"), rows <= hidden_below(mask.dtype)
-        of_rows = [empty, torch.where(hidden & ~empty, rows, 0)]
+        of_rows = [empty, torch.where(rows.isfinite(), rows, 0)]
     else:
         hidden = ~rows
         of_rows = [hidden]

@@ -82,8 +82,9 @@ def _elements(tensor: Value, is_added: bool, site: AttentionSite, reader: IndexR
     value, node = _smallest(tensor, site, reader)
     scope, source = _outermost(value, node, site, operators)
     dtype = _cast_to(tensor, site, operators) if is_added else None
-    # Backward of a sum needs none of its terms, so who wrote it out may write them; backward of a kernel reads them.
-    may_be_written = is_added and bool(site.inside) and requires_grad(value_of(site.output))
+    # Backward of a sum needs none of its terms, and sdpa makes numbers of a boolean mask: others may write them before
+    # backward, where a kernel reads them. What masked_fill, where and sdpa keep themselves is safe as in eager.
+    may_be_written = is_added == bool(site.inside) and requires_grad(value_of(site.output))
     is_given = _is_given(value, operators) and not may_be_written
     return Elements(node, scope, source, operators.number(value), dtype, is_given)
 

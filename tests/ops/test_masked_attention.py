@@ -145,6 +145,20 @@ def test_a_query_whose_keys_all_get_a_number_that_hides_is_computed_from_those_n
     assert_equal(with_gradients(by_lists(mask, "added", "zeros"), inputs), wanted)
 
 
+@pytest.mark.parametrize(
+    ("least", "others"), [(-1e7, 0), (-9e8, 0), (-5e8, -2e9), (-9e8, float("-inf")), (1e30, 0), (1e9, -1e9)], ids=str
+)
+def test_a_row_of_large_numbers_leaves_weights_that_backward_finds_again(least, others):
+    """A logarithm of the sum of weights has no digits left beside such a number, in fp32."""
+    mask = torch.zeros(300, 300).masked_fill(~boolean_masks(300, 300)["random"], -1e9)
+    mask[100:103] = least
+    mask[100:103, ::2] = others if others else least
+    inputs = [each.detach().float().requires_grad_() for each in leaves(300, 300)]
+    wanted = with_gradients(written_out(mask, added=True), inputs)
+    for got, want in zip(with_gradients(by_lists(mask, "added", "nan"), inputs), wanted, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
 def test_a_query_of_minus_infinities_gets_zeros_as_from_sdpa():
     mask = torch.zeros(300, 300, dtype=torch.float64).masked_fill(~boolean_masks(300, 300)["prefix"], float("-inf"))
     mask[7] = float("-inf")

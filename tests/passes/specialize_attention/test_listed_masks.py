@@ -436,18 +436,23 @@ def added(query, key, value, mask):
     return F.softmax(query @ key.mT * 0.25 + mask, -1) @ value
 
 
+def filled(query, key, value, mask):
+    return F.softmax((query @ key.mT * 0.25).masked_fill(mask, -1e30), -1) @ value
+
+
 def copies(run):
     return sum(node.target is torch.ops.glue.materialized.default for node in run.graph.graph.nodes)
 
 
 @pytest.mark.parametrize("write", [lambda mask: mask.data.zero_(), lambda mask: mask.zero_()], ids=["data", "mask"])
-def test_numbers_that_the_caller_writes_before_backward(write):
-    """Softmax that is written out needs none of them in backward."""
+@pytest.mark.parametrize(("fn", "dtype"), [(added, torch.float64), (sdpa, torch.bool)], ids=["added", "boolean"])
+def test_a_mask_that_the_caller_writes_before_backward(fn, dtype, write):
+    """Neither a sum nor sdpa of a boolean mask needs it there."""
     found = []
-    for call in (added, specialized(added).call):
+    for call in (fn, specialized(fn).call):
         torch.manual_seed(0)
         tensors = inputs()
-        mask = torch.randn(1, 1, T, T, dtype=torch.float64)
+        mask = torch.randn(1, 1, T, T).relu().to(dtype)
         out = call(*tensors, mask)
         write(mask)
         found.append(torch.autograd.grad(out.sum(), tensors))
@@ -461,12 +466,23 @@ def test_numbers_that_the_caller_writes_before_backward(write):
         (added, torch.zeros(T, T).double(), True, 1),
         (added, torch.zeros(T, T).double(), False, 0),
         (sdpa, torch.zeros(T, T).double(), True, 0),
-        (sdpa, torch.ones(T, T).bool(), True, 0),
+        (sdpa, torch.ones(T, T).bool(), True, 1),
+        (sdpa, torch.ones(T, T).bool(), False, 0),
+        (filled, torch.zeros(T, T).bool(), True, 0),
     ],
-    ids=["added", "without gradients", "sdpa", "boolean"],
+    ids=["added", "without gradients", "sdpa", "sdpa, boolean", "sdpa, without gradients", "filled"],
 )
 def test_a_mask_is_copied_only_where_eager_does_not_keep_it_for_backward(call, mask, grad, expected):
     run = specialized(call)
     run.call(*(each.detach().requires_grad_(grad) for each in inputs()), mask)
     assert counts(run) == {"listed": 1}
     assert copies(run) == expected
+
+
+def test_a_boolean_mask_that_was_made_in_inference_mode():
+    with torch.inference_mode():
+        mask = causal()
+    run, tensors = specialized(sdpa), inputs()
+    wanted = torch.autograd.grad(sdpa(*tensors, mask).sum(), tensors)
+    for got, want in zip(torch.autograd.grad(run.call(*tensors, mask).sum(), tensors), wanted, strict=True):
+        torch.testing.assert_close(got, want)

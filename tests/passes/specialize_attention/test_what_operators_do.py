@@ -175,7 +175,6 @@ CHAINS = {
     "softmax over queries": (written_out(softmax=lambda s: s.softmax(2)), None),
     "a safe softmax": (written_out(softmax=lambda s: torch.ops.aten._safe_softmax(s, -1)), None),
     "a key with mT": (written_out(scores=lambda q, k: q.matmul(k.mT)), CAUSAL),
-    "einsum": (written_out(scores=lambda q, k: torch.einsum("bhqd,bhkd->bhqk", q, k)), "changed in another way"),
     "a rounded division": (
         written_out(scores=lambda q, k: torch.div(q @ k.mT, 0.3, rounding_mode="floor")),
         "changed in another way",
