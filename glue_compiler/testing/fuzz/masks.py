@@ -338,7 +338,9 @@ class Masks:
     def added(self) -> str:
         """The name of a mask to add to scores."""
         draw, visible = self.draw, self.boolean()
-        low = draw.mostly("float('-inf')", "-1e30", "torch.finfo(FLOAT).min", "-1e9", "-10.0", "-math.inf")
+        low = draw.mostly(
+            "float('-inf')", "-1e30", "torch.finfo(FLOAT).min", "-1e9", "-10.0", "-1e8", "-9e8", "-math.inf"
+        )
         zero = f"torch.zeros((), dtype=FLOAT{draw.at})"
         text = draw.mostly(
             f"torch.where({visible}, {zero}, {low})",
