@@ -27,17 +27,18 @@ def assert_all_fired(training, *, compiles, attentions):
 @pytest.mark.parametrize(
     ("kind", "attentions", "experts"),
     [
-        ("llama", 2, 0),
-        pytest.param("qwen3", 2, 0, marks=pytest.mark.slow),
-        pytest.param("gemma3_text", 2, 0, marks=pytest.mark.slow),
-        pytest.param("mixtral", 2, 8, marks=pytest.mark.slow),
-        pytest.param("gpt_oss", 0, 8, marks=pytest.mark.slow),  # its sinks are another softmax
+        ("llama", {"packed": 2}, 0),
+        pytest.param("qwen3", {"packed": 2}, 0, marks=pytest.mark.slow),
+        pytest.param("gemma3_text", {"packed": 2}, 0, marks=pytest.mark.slow),
+        pytest.param("mixtral", {"packed": 2}, 8, marks=pytest.mark.slow),
+        pytest.param("gpt_oss", {"listed": 2}, 8, marks=pytest.mark.slow),
     ],
 )
 def test_packed(kind, attentions, experts):
-    training = Training(tiny(kind))
+    # Of its sinks torch takes a gradient of the logsumexp, in fp32 for fp64 where it was traced.
+    training = Training(tiny(kind), tolerance=1e-7 if kind == "gpt_oss" else 1e-10)
     training.train(PACKED)
-    assert_all_fired(training, compiles=2, attentions={"packed": attentions} if attentions else {})
+    assert_all_fired(training, compiles=2, attentions=attentions)
     assert [counts.get("experts_grouped", 0) for counts in training.rewrites] == [experts] * 2
     assert all(counts["merged"] >= 2 for counts in training.rewrites)
 
@@ -107,7 +108,7 @@ def test_evaluation_between_the_steps():
 
 @pytest.mark.slow
 def test_layers_compiled_one_by_one():
-    """Their mask is an input, which proves nothing; two compiles serve all layers, and results are those of eager.
+    """Their mask is an input, and is read; two compiles serve all layers, and results are those of eager.
 
     For a row of one document transformers, which runs in eager here, makes no mask at all: that is another graph.
     """
@@ -119,4 +120,4 @@ def test_layers_compiled_one_by_one():
 
     training = Training(tiny("llama"), compile=each_layer)
     training.train(batch for batch in PACKED if len(batch["position_ids"][batch["position_ids"] == 0]) > 1)
-    assert_all_fired(training, compiles=2, attentions={})
+    assert_all_fired(training, compiles=2, attentions={"listed": 1})

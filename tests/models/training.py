@@ -170,5 +170,5 @@ class Training:
     @property
     def attentions(self) -> list[dict[str, int]]:
         """Of each compile the attentions by the form that they took."""
-        forms = ("unmasked", "causal", "packed")
+        forms = ("unmasked", "causal", "packed", "listed")
         return [{form: counts[form] for form in forms if form in counts} for counts in self.rewrites]
