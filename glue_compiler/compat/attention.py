@@ -132,15 +132,11 @@ def flex_attention(
     # The operator traces the gradient of its scores with autograd, where a checkpoint around an eager call would take
     # what that saves for the forward's own, and compute it again in the middle of it.
     is_hooked = score is not None and saved_tensor_hooks.are_active()
-    with torch.autograd.graph.saved_tensors_hooks(_same, _same) if is_hooked else contextlib.nullcontext():
+    with saved_tensor_hooks.out_of_sight() if is_hooked else contextlib.nullcontext():
         out, logsumexp, *_ = operator(
             query, key, value, score_mod, block_mask.as_tuple(), scale, options, score_tensors, mask_tensors
         )
     return out, logsumexp * math.log(2)  # it is to the base of 2
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def cudnn_before_flash() -> AbstractContextManager[Any]:

@@ -1,11 +1,28 @@
-"""Are hooks on saved tensors at work? Private in torch 2.11 to 2.15."""
+"""Hooks on saved tensors: are some at work, and what they do not see. The first is private in torch 2.11 to 2.15."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
+from torch import Tensor
 
 
 def are_active() -> bool:
     """Does this thread have a pair of ``torch.autograd.graph.saved_tensors_hooks``?"""
     # The argument: those that are set while Dynamo traces count too.
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+@contextlib.contextmanager
+def out_of_sight() -> Iterator[None]:
+    """What autograd saves in here goes through no hook of outside, such as those of a checkpoint."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(RuntimeError):  # hooks are forbidden here, so there are none
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_identity, _identity))
+        yield
+
+
+def _identity(tensor: Tensor) -> Tensor:
+    return tensor

@@ -12,6 +12,8 @@ import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import TracingContext
 
+from glue_compiler.compat import saved_tensor_hooks
+
 
 def fake_mode_of(tensors: Sequence[torch.Tensor]) -> Any | None:
     """The FakeTensorMode that the first fake tensor belongs to, or None.
@@ -40,10 +42,6 @@ def rename_unbacked(shape_env: Any, old: Any, new: Any) -> None:
     shape_env._rename_unbacked_to(old, new)
 
 
-def _identity(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
 @contextlib.contextmanager
 def speculation(fake_mode: Any, shape_env: Any) -> Iterator[None]:
     """Run operators on fake tensors without leaving guards or unbacked symbols behind.
@@ -51,8 +49,7 @@ def speculation(fake_mode: Any, shape_env: Any) -> Iterator[None]:
     Nor do hooks on saved tensors see them: a checkpoint around a first call counts what its forward saves.
     """
     with contextlib.ExitStack() as stack:
-        with contextlib.suppress(RuntimeError):  # hooks are forbidden here, so there are none
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_identity, _identity))
+        stack.enter_context(saved_tensor_hooks.out_of_sight())
         stack.enter_context(enable_python_dispatcher())  # composites in C++ take no symbolic sizes
         if fake_mode is not None:
             stack.enter_context(fake_mode)

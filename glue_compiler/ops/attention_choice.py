@@ -77,7 +77,7 @@ def choose(call: AttentionCall, compiler: Compiler) -> Kernel | None:
         if _cpu_reason(compiler):
             return None
         return "flex" if call.hides_keys else "varlen"
-    if not _flash4_reason(call):
+    if _prefers_flash4(call):
         # 0.5 to 0.9 of flex_attention's time in benchmarks/attention_kernels.py.
         return "flash4"
     if compiler == "inductor" and not _flex_reason(call):
@@ -147,22 +147,20 @@ def _flex_reason(call: AttentionCall) -> str | None:
     return None
 
 
-def _flash4_reason(call: AttentionCall) -> str | None:
-    if call.kernels == "torch":
-        return "only torch's own kernels are asked for"
-    if call.capability is None or not (9, 0) <= call.capability < (13, 0):
-        return f"{flash_attn4.PACKAGE} computes gradients from compute capability 9.0 on"
-    if call.dtype not in (torch.float16, torch.bfloat16):
-        return f"{flash_attn4.PACKAGE} has no kernel for {call.dtype}"
-    if call.length is not None and call.length < _FLASH4_LENGTH:
-        return "rows are short"
-    if call.hides_keys:
-        return f"{flash_attn4.PACKAGE} leaves out no single keys"
-    if call.head_size > 256 or call.head_size % 8:
-        return f"head size {call.head_size} is over 256 or not divisible by 8"
-    if torch.are_deterministic_algorithms_enabled():
-        return "deterministic algorithms are asked for"
-    return flash_attn4.unusable()
+def _prefers_flash4(call: AttentionCall) -> bool:
+    """Does FlashAttention 4 serve the call, with gradients, and faster than what comes with torch?"""
+    return (
+        call.kernels == "all"
+        and call.capability is not None
+        and (9, 0) <= call.capability < (13, 0)
+        and call.dtype in (torch.float16, torch.bfloat16)
+        and (call.length is None or call.length >= _FLASH4_LENGTH)
+        and not call.hides_keys
+        and call.head_size <= 256
+        and call.head_size % 8 == 0
+        and not torch.are_deterministic_algorithms_enabled()
+        and flash_attn4.unusable() is None  # last: it may import the package
+    )
 
 
 def _flash_reason(call: AttentionCall) -> str | None:

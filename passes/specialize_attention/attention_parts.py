@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from torch import fx
 
 from glue_compiler.fx.operators import Value
 from glue_compiler.fx.value_numbering import Scope
-
-EmptyRows = Literal["zeros", "mean", "nan"]
-"""What a query gets that sees no key: zeros, the mean of all values, or NaN."""
+from glue_compiler.ops.mask_blocks import EmptyRows, Kind
 
 
 class NotAttention(Exception):
@@ -28,7 +25,7 @@ class Mask:
     """
 
     value: Value
-    role: Literal["shows", "hides", "added"]
+    role: Kind
     empty_rows: EmptyRows | None
 
 

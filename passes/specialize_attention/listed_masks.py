@@ -15,7 +15,8 @@ from glue_compiler.fx.index_views import Element, NotAView, broadcast_index, sou
 from glue_compiler.fx.operators import FOUND, Operators, Value
 from glue_compiler.fx.value_numbering import Scope
 from glue_compiler.fx.values import expression, requires_grad, storages_of, value_of
-from glue_compiler.passes.specialize_attention.attention_parts import AttentionSite, EmptyRows
+from glue_compiler.ops.mask_blocks import EmptyRows, Kind
+from glue_compiler.passes.specialize_attention.attention_parts import AttentionSite
 from glue_compiler.passes.specialize_attention.masks import UnknownMask
 
 _GIVEN = ("placeholder", "get_attr")
@@ -52,7 +53,7 @@ class ListedMask:
     """
 
     elements: Elements
-    kind: str
+    kind: Kind
     empty_rows: EmptyRows
     bias: Elements | None
 

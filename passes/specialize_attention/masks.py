@@ -11,6 +11,7 @@ import torch
 from glue_compiler.fx.index_expressions import IndexReader, Unreadable
 from glue_compiler.fx.index_numbers import as_boolean, as_number, holds_where, is_selected_constant
 from glue_compiler.fx.index_views import NotAView
+from glue_compiler.ops.mask_blocks import hidden_below
 from glue_compiler.passes.specialize_attention.attention_parts import Mask
 from glue_compiler.passes.specialize_attention.documents import (
     BATCH,
@@ -98,7 +99,7 @@ def _visible(value: Any, dtype: torch.dtype) -> Any:
     if not is_selected_constant(value):
         raise UnknownMask("what is added to the scores is more than 0 or minus infinity")
     # Added to any score that is met in practice, this leaves a weight of exactly zero.
-    hides = max(torch.finfo(dtype).min, -1e9)
+    hides = hidden_below(dtype)
 
     def is_hidden(number: Any) -> bool:
         return number.is_extended_real is True and bool(number <= hides)

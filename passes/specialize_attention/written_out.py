@@ -15,7 +15,8 @@ from glue_compiler.fx.index_operators import CONVERSIONS
 from glue_compiler.fx.index_views import Element, NotAView, broadcast_index, source_of
 from glue_compiler.fx.operators import Call, Operators, Value
 from glue_compiler.fx.values import value_of
-from glue_compiler.passes.specialize_attention.attention_parts import EmptyRows, Mask, NotAttention
+from glue_compiler.ops.mask_blocks import EmptyRows, Kind, hidden_below
+from glue_compiler.passes.specialize_attention.attention_parts import Mask, NotAttention
 from glue_compiler.passes.specialize_attention.gradients import Gradients
 from glue_compiler.passes.specialize_attention.products import product_of
 
@@ -172,16 +173,10 @@ def _masked(value: Value, chain: Chain, reader: IndexReader) -> Value:
                     chain.links.append(value)
                     return scores
         case Call(aten.masked_fill, {"self": Value() as scores, "mask": Value() as mask, "value": filling}):
-            low = _filling(filling, value, reader)
-            if reader.dtype(mask) == torch.bool and low is not None:
-                chain.mask = Mask(mask, "hides", _without_keys(low, chain))
-                chain.links.append(value)
+            if _is_filled(value, mask, "hides", filling, chain, reader):
                 return scores
         case Call(aten.where, {"condition": Value() as mask, "self": Value() as scores, "other": filling}):
-            low = _filling(filling, value, reader)
-            if reader.dtype(mask) == torch.bool and low is not None:
-                chain.mask = Mask(mask, "shows", _without_keys(low, chain))
-                chain.links.append(value)
+            if _is_filled(value, mask, "shows", filling, chain, reader):
                 return scores
         case Call(operator, {"self": Value() as scores}) if operator in CONVERSIONS:
             chain.dtypes.append(reader.dtype(value))
@@ -190,6 +185,16 @@ def _masked(value: Value, chain: Chain, reader: IndexReader) -> Value:
         case _:
             pass
     return value
+
+
+def _is_filled(value: Value, mask: Value, role: Kind, filling: Any, chain: Chain, reader: IndexReader) -> bool:
+    """Does ``filling`` leave a weight of zero where ``mask`` puts it in ``value``? Then it is the chain's mask."""
+    low = _filling(filling, value, reader)
+    if reader.dtype(mask) != torch.bool or low is None:
+        return False
+    chain.mask = Mask(mask, role, _without_keys(low, chain))
+    chain.links.append(value)
+    return True
 
 
 def _biased(value: Value, chain: Chain, operators: Operators) -> Value:
@@ -220,7 +225,7 @@ def _filling(filling: Any, value: Value, reader: IndexReader) -> float | None:
         filling = float(filling) if filling.is_number and filling is not sympy.nan else None
     if not isinstance(filling, int | float) or not dtype.is_floating_point:
         return None
-    return _rounded(filling, dtype) if filling <= max(torch.finfo(dtype).min, -1e9) else None
+    return _rounded(filling, dtype) if filling <= hidden_below(dtype) else None
 
 
 def _without_keys(filling: float, chain: Chain) -> EmptyRows:
