@@ -150,14 +150,13 @@ class _Problem:
                 factor,
             )
             losses = row_weight.new_empty(logits.height)
-            predictions = target.new_empty(logits.height if wants_predictions else 0)
+            predictions = target.new_empty(logits.height) if wants_predictions else None
             gradients = OperandGradients(logits, needs_grad)
             for chunk in logits.chunks:
-                values = logits.of(chunk)
-                rows.run(values, chunk, losses, predictions if wants_predictions else None, any(needs_grad))
-                if any(needs_grad):
-                    gradients.add(chunk, values)
-            return (losses.sum() / divisor).to(dtype), predictions, gradients.results()
+                # No name holds the logits, which are to be freed before the gradients are rounded.
+                gradients.add(chunk, rows.run(logits.of(chunk), chunk, losses, predictions, any(needs_grad)))
+            loss = (losses.sum() / divisor).to(dtype)
+            return loss, target.new_empty(0) if predictions is None else predictions, gradients.results()
 
 
 def check_targets(target: Tensor, ignored: Tensor, width: int) -> None:

@@ -91,21 +91,14 @@ def linear_row_statistics_gradients(
         The gradients that are needed, in order, each of its operand's shape and dtype.
     """
     found = iter(upstream)
-    of_logsumexp, of_target, of_sum, of_entropy = (next(found) if wanted else None for wanted in upstream_wants)
+    upstreams = [next(found) if wanted else None for wanted in upstream_wants]
     with torch.autocast(rows[0].device.type, enabled=False):
         logits = LinearLogits(rows, weights, bias)
         gradients = OperandGradients(logits, needs_grad)
-        lacks_logsumexp = of_entropy is not None and not logsumexp.numel()
-        if lacks_logsumexp:
-            logsumexp = torch.empty_like(entropy)
-        scores = Scores(scale, softcap)
-        statistics = RowStatistics(scores, target, logsumexp=logsumexp, entropy=entropy)
+        statistics = RowStatistics(Scores(scale, softcap), target, logsumexp=logsumexp, entropy=entropy)
         for chunk in logits.chunks:
-            values = logits.of(chunk)
-            if lacks_logsumexp:
-                RowStatistics(scores, None, logsumexp=logsumexp).read(values, chunk, logsumexp.dtype)
-            statistics.write_gradient(values, chunk, of_logsumexp, of_target, of_sum, of_entropy)
-            gradients.add(chunk, values)
+            # No name holds the logits, which are to be freed before the gradients are rounded.
+            gradients.add(chunk, statistics.write_gradient(logits.of(chunk), chunk, *upstreams))
         return gradients.results()
 
 

@@ -46,8 +46,8 @@ class CrossEntropy:
     class_weight: Tensor | None
     factor: Tensor
 
-    def run(self, logits: Tensor, chunk: slice, losses: Tensor, predictions: Tensor | None, gradient: bool) -> None:
-        """Writes losses and predictions of the chunk, and with ``gradient`` that of the logits over them."""
+    def run(self, logits: Tensor, chunk: slice, losses: Tensor, predictions: Tensor | None, gradient: bool) -> Tensor:
+        """Writes losses and predictions of the chunk, with ``gradient`` that of the logits over them; returns those."""
         target, nll = self.target[chunk], self.nll[chunk]
         spread = None if self.spread is None else self.spread[chunk]
         losses, predictions = losses[chunk], None if predictions is None else predictions[chunk]
@@ -58,7 +58,7 @@ class CrossEntropy:
                 logits, target, nll, spread, self.factor, losses, predictions,
                 self.scores.scale, self.scores.softcap, gradient,
             )  # fmt: skip
-            return
+            return logits
         scores = self.scores.of(logits, nll.dtype)
         if predictions is not None:
             predictions.copy_(scores.argmax(1))
@@ -75,13 +75,13 @@ class CrossEntropy:
             shares = shares + spread * total
         losses.copy_(loss.masked_fill_(ignored, 0))
         if not gradient:
-            return
+            return logits
         result = (scores - logsumexp[:, None]).exp_().mul_((self.factor * shares)[:, None])
         _add_at(result, target, -self.factor * nll)
         if spread is not None:
             of_all = (self.factor * spread)[:, None]
             result.sub_(of_all if self.class_weight is None else of_all * self.class_weight)
-        logits.copy_(self.scores.gradient(result, scores).masked_fill_(ignored[:, None], 0))
+        return logits.copy_(self.scores.gradient(result, scores).masked_fill_(ignored[:, None], 0))
 
 
 @dataclass(frozen=True)
@@ -135,8 +135,8 @@ class RowStatistics:
         of_target: Tensor | None,
         of_sum: Tensor | None,
         of_entropy: Tensor | None,
-    ) -> None:
-        """Writes the gradient of the chunk's logits over them, from gradients ``[N]`` of the statistics."""
+    ) -> Tensor:
+        """Writes the gradient of the chunk's logits over them, from gradients ``[N]`` of the statistics; returns it."""
         upstream = (each if each is None else each[chunk] for each in (of_logsumexp, of_target, of_sum, of_entropy))
         of_logsumexp, of_target, of_sum, of_entropy = upstream
         work = next(each for each in (of_logsumexp, of_target, of_sum, of_entropy) if each is not None)
@@ -146,8 +146,8 @@ class RowStatistics:
             assert self.entropy is not None
             shares = shares - of_entropy * self.entropy[chunk]
         target = None if of_target is None or self.target is None else self.target[chunk]
-        logsumexp = None if of_logsumexp is None and of_entropy is None else self.logsumexp
-        logsumexp = None if logsumexp is None else logsumexp[chunk]
+        has_shares = of_logsumexp is not None or of_entropy is not None
+        logsumexp = self._logsumexp(logits, chunk, work.dtype) if has_shares else None
         if _runs_kernels(logits, work.dtype):
             from glue_compiler.ops import row_losses_triton
 
@@ -155,7 +155,7 @@ class RowStatistics:
                 logits, target, logsumexp, shares, of_target, of_sum, of_entropy,
                 self.scores.scale, self.scores.softcap,
             )  # fmt: skip
-            return
+            return logits
         scores = self.scores.of(logits, work.dtype)
         if logsumexp is None:
             result = torch.zeros_like(scores)
@@ -170,7 +170,15 @@ class RowStatistics:
         if of_target is not None:
             assert target is not None
             _add_at(result, target.clamp(min=0)[:, None], of_target.masked_fill(target < 0, 0))
-        logits.copy_(self.scores.gradient(result, scores))
+        return logits.copy_(self.scores.gradient(result, scores))
+
+    def _logsumexp(self, logits: Tensor, chunk: slice, work: torch.dtype) -> Tensor:
+        """Of the chunk; computed again where it was not wanted, as an entropy's gradient may need it."""
+        if self.logsumexp is not None and self.logsumexp.numel():
+            return self.logsumexp[chunk]
+        found = torch.empty(logits.shape[0], dtype=work, device=logits.device)
+        RowStatistics(self.scores, None, logsumexp=found).read(logits, slice(0, logits.shape[0]), work)
+        return found
 
 
 def _add_at(matrix: Tensor, columns: Tensor, values: Tensor) -> None:
