@@ -64,19 +64,17 @@ class CrossEntropy:
             predictions.copy_(scores.argmax(1))
         ignored = nll == 0 if spread is None else (nll == 0) & (spread == 0)
         target = target.masked_fill(ignored, 0)[:, None]
-        logsumexp = scores.logsumexp(1)
-        loss = nll * (logsumexp - scores.gather(1, target)[:, 0])
-        shares = nll
+        log_probs = scores.log_softmax(1)
+        loss, shares = -nll * log_probs.gather(1, target)[:, 0], nll
         if spread is not None:
-            weighted, total = scores.sum(1), spread.new_full((), scores.shape[1])
+            of_classes, total = log_probs.sum(1), spread.new_full((), scores.shape[1])
             if self.class_weight is not None:
-                weighted, total = scores @ self.class_weight, self.class_weight.sum()
-            loss = loss + spread * (total * logsumexp - weighted)
-            shares = shares + spread * total
+                of_classes, total = log_probs @ self.class_weight, self.class_weight.sum()
+            loss, shares = loss - spread * of_classes, shares + spread * total
         losses.copy_(loss.masked_fill_(ignored, 0))
         if not gradient:
             return logits
-        result = (scores - logsumexp[:, None]).exp_().mul_((self.factor * shares)[:, None])
+        result = log_probs.exp_().mul_((self.factor * shares)[:, None])
         _add_at(result, target, -self.factor * nll)
         if spread is not None:
             of_all = (self.factor * spread)[:, None]
