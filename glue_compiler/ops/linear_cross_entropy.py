@@ -250,7 +250,8 @@ def _backward(ctx: Any, upstream: Tensor | None, *_: Any) -> tuple[Any, ...]:
         else:
             # A factor with a dimension takes part in promotion: it is not rounded to the gradient's dtype.
             factor = upstream.reshape(1)
-            found = [(gradient * factor).to(gradient.dtype) for gradient in rest[3:]]
+            # A mean over no targets at all, taken outside, has an infinite gradient: of ignored rows it stays 0.
+            found = [torch.where(g == 0, g, (g * factor).to(g.dtype)) for g in rest[3:]]
             made = ctx.made
         for place, gradient in zip((place for place, is_made in enumerate(made) if is_made), found, strict=True):
             results[place] = gradient if ctx.needed[place] else None

@@ -93,6 +93,18 @@ def test_all_rows_ignored(device, chunks, reduction):
     assert all((gradient == 0).all() for gradient in head.gradients(loss))
 
 
+@pytest.mark.parametrize("in_forward", [True, False])
+def test_all_rows_ignored_in_a_mean_that_is_taken_outside(device, chunks, in_forward):
+    head = Head.random(device)
+    head.target.fill_(IGNORED)
+    needs_grad = None if in_forward else [False] * 3
+    kept = (head.target >= 0).sum()
+    loss = head.fused(torch.float64, reduction="sum", needs_grad=needs_grad)[0] / kept
+    expected = head.eager(torch.float64, reduction="sum") / kept
+    same([loss], [expected])
+    same(head.gradients(loss), head.gradients(expected))
+
+
 def test_an_ignored_row_gets_exact_zeros_whatever_it_holds(device, chunks):
     head = Head.random(device)
     with torch.no_grad():
