@@ -9,6 +9,8 @@ from glue_compiler.ops.grouped_linear import grouped_linear, grouped_outer
 from glue_compiler.ops.grouped_linear_list import grouped_linear_list
 from glue_compiler.ops.grouped_rows import grouped_repeat, grouped_sum
 from glue_compiler.ops.interleaved import deinterleave
+from glue_compiler.ops.linear_cross_entropy import linear_cross_entropy
+from glue_compiler.ops.linear_row_statistics import linear_row_statistics
 from glue_compiler.ops.mask_blocks import mask_blocks
 from glue_compiler.ops.masked_attention import masked_attention
 from glue_compiler.ops.packed_attention import (
@@ -36,6 +38,8 @@ __all__ = [
     "grouped_outer",
     "grouped_repeat",
     "grouped_sum",
+    "linear_cross_entropy",
+    "linear_row_statistics",
     "mask_blocks",
     "masked_attention",
     "packed_attention",

@@ -1,0 +1,260 @@
+"""``linear_cross_entropy``: a projection to the vocabulary and its cross entropy, in chunks of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from glue_compiler.ops.linear_logits import LinearLogits, OperandGradients, accumulator_dtype, logits_dtype
+from glue_compiler.ops.row_losses import CrossEntropy, Scores
+
+
+@torch.library.custom_op("glue::linear_cross_entropy", mutates_args=())
+def linear_cross_entropy(
+    rows: list[Tensor],
+    weights: list[Tensor],
+    bias: Tensor | None,
+    target: Tensor,
+    class_weight: Tensor | None,
+    reduction: str,
+    ignore_index: int,
+    label_smoothing: float,
+    scale: float,
+    softcap: float,
+    dtype: torch.dtype,
+    needs_grad: Sequence[bool],
+    wants_predictions: bool,
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """``F.cross_entropy`` of logits ``sum_k rows[k] @ weights[k].T + bias``, which exist a chunk of rows at a time.
+
+    Args:
+        rows: floating ``[N, K_k]``. weights: ``[V, K_k]``, each of its rows' dtype. Any strides.
+        bias: floating ``[V]`` or None. The logits have the dtype to which products and bias are promoted.
+        target: int64 ``[N]``. class_weight: floating ``[V]`` or None; it has no gradient.
+        reduction: "mean" or "sum". ignore_index, label_smoothing: as in ``F.cross_entropy``.
+        scale, softcap: the softmax is taken of ``scale * logits``, or ``softcap * tanh(scale * logits)`` where
+            ``softcap`` is not 0.
+        dtype: of the loss, which is computed in float32 at least.
+        needs_grad: for rows, weights and bias, in that order, whether forward makes their gradient.
+        wants_predictions: whether ``predictions`` are wanted.
+
+    Returns:
+        ``loss`` of no dimension; ``predictions``, the argmax of each row, int64 ``[N]`` or ``[0]``; ``gradients`` of
+        the operands that need one, in order, for an upstream gradient of one, each of its operand's shape and dtype.
+        The list is empty with float16 operands or logits, whose small gradients need the loss's scale.
+
+    Gradients of rows, weights and bias: backward multiplies those from forward. What forward was not told to make, and
+    all of it with float16, is computed in backward from the logits anew. Differentiable once.
+
+    No host synchronisation on CUDA. Two runs give equal bits.
+
+    Raises:
+        ValueError: dimensions, sizes or dtypes that do not fit together, another reduction.
+        IndexError: on a CPU, a target outside of ``[0, V)`` that is not ``ignore_index``; on CUDA the device asserts.
+    """
+    _check(rows, weights, bias, target, class_weight, reduction, needs_grad)
+    problem = _Problem(rows, weights, bias, target, class_weight, reduction, ignore_index, label_smoothing)
+    wanted = needs_grad if _forward_makes_gradients(rows, bias) else [False] * len(needs_grad)
+    return problem.solve(scale, softcap, dtype, wanted, wants_predictions, None)
+
+
+@linear_cross_entropy.register_fake
+def _(  # type: ignore[no-untyped-def]
+    rows, weights, bias, target, class_weight, reduction, ignore_index, label_smoothing, scale, softcap, dtype,
+    needs_grad, wants_predictions,
+):  # fmt: skip
+    _check(rows, weights, bias, target, class_weight, reduction, needs_grad)
+    wanted = needs_grad if _forward_makes_gradients(rows, bias) else [False] * len(needs_grad)
+    loss = rows[0].new_empty((), dtype=dtype)
+    predictions = target.new_empty(rows[0].shape[0] if wants_predictions else 0)
+    return loss, predictions, _empty_gradients(rows, weights, bias, wanted)
+
+
+@torch.library.custom_op("glue::linear_cross_entropy_gradients", mutates_args=())
+def linear_cross_entropy_gradients(
+    upstream: Tensor,
+    rows: list[Tensor],
+    weights: list[Tensor],
+    bias: Tensor | None,
+    target: Tensor,
+    class_weight: Tensor | None,
+    reduction: str,
+    ignore_index: int,
+    label_smoothing: float,
+    scale: float,
+    softcap: float,
+    dtype: torch.dtype,
+    needs_grad: Sequence[bool],
+) -> list[Tensor]:
+    """Gradients of ``linear_cross_entropy`` for an ``upstream`` gradient of its loss; see there."""
+    problem = _Problem(rows, weights, bias, target, class_weight, reduction, ignore_index, label_smoothing)
+    return problem.solve(scale, softcap, dtype, needs_grad, False, upstream)[2]
+
+
+@linear_cross_entropy_gradients.register_fake
+def _(upstream, rows, weights, bias, *others):  # type: ignore[no-untyped-def]
+    return _empty_gradients(rows, weights, bias, others[-1])
+
+
+class _Problem:
+    """A cross entropy by rows: what each row weighs, and what a mean is divided by."""
+
+    def __init__(
+        self,
+        rows: list[Tensor],
+        weights: list[Tensor],
+        bias: Tensor | None,
+        target: Tensor,
+        class_weight: Tensor | None,
+        reduction: str,
+        ignore_index: int,
+        label_smoothing: float,
+    ) -> None:
+        self._operands = rows, weights, bias
+        self._target, self._class_weight, self._is_mean = target, class_weight, reduction == "mean"
+        self._ignore_index, self._smoothing = ignore_index, label_smoothing
+
+    def solve(
+        self,
+        scale: float,
+        softcap: float,
+        dtype: torch.dtype,
+        needs_grad: Sequence[bool],
+        wants_predictions: bool,
+        upstream: Tensor | None,
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        with torch.autocast(self._target.device.type, enabled=False):
+            logits = LinearLogits(*self._operands)
+            work = accumulator_dtype(logits.dtype, dtype)
+            target, ignored = self._target, self._target == self._ignore_index
+            check_targets(target, ignored, logits.width)
+            row_weight = (~ignored).to(work)
+            class_weight = None if self._class_weight is None else self._class_weight.to(work)
+            if class_weight is not None:
+                row_weight = class_weight[target.masked_fill(ignored, 0)].masked_fill(ignored, 0)
+            divisor = row_weight.sum() if self._is_mean else row_weight.new_ones(())
+            factor = divisor.reciprocal() if upstream is None else upstream.to(work) / divisor
+            spread = None
+            if self._smoothing:
+                spread = (~ignored).to(work) * (self._smoothing / logits.width)
+            rows = CrossEntropy(
+                Scores(scale, softcap),
+                target,
+                row_weight * (1 - self._smoothing),
+                spread,
+                class_weight if self._smoothing else None,
+                factor,
+            )
+            losses = row_weight.new_empty(logits.height)
+            predictions = target.new_empty(logits.height if wants_predictions else 0)
+            gradients = OperandGradients(logits, needs_grad)
+            for chunk in logits.chunks:
+                result = rows.run(
+                    logits.of(chunk), chunk, losses, predictions if wants_predictions else None, any(needs_grad)
+                )
+                if any(needs_grad):
+                    gradients.add(chunk, result)
+            return (losses.sum() / divisor).to(dtype), predictions, gradients.results()
+
+
+def check_targets(target: Tensor, ignored: Tensor, width: int) -> None:
+    """Raises IndexError for a target that names no class; on CUDA the device asserts, without a synchronisation."""
+    fits = ((target >= 0) & (target < width) | ignored).all()
+    if target.is_cuda:
+        torch.ops.aten._assert_async.msg(fits, "cross entropy: a target is out of bounds")
+    elif not fits:
+        wrong = target[~((target >= 0) & (target < width) | ignored)][0]
+        raise IndexError(f"Target {int(wrong)} is out of bounds.")
+
+
+def _forward_makes_gradients(rows: list[Tensor], bias: Tensor | None) -> bool:
+    return torch.float16 not in (logits_dtype(rows, bias), *(tensor.dtype for tensor in rows))
+
+
+def _empty_gradients(
+    rows: list[Tensor], weights: list[Tensor], bias: Tensor | None, needs_grad: Sequence[bool]
+) -> list[Tensor]:
+    operands = [*rows, *weights, bias]
+    return [each.new_empty(each.shape) for each, needed in zip(operands, needs_grad, strict=True) if needed]
+
+
+def _check(
+    rows: list[Tensor],
+    weights: list[Tensor],
+    bias: Tensor | None,
+    target: Tensor,
+    class_weight: Tensor | None,
+    reduction: str,
+    needs_grad: Sequence[bool],
+) -> None:
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"linear_cross_entropy: reduction must be 'mean' or 'sum', got {reduction!r}")
+    check_operands("linear_cross_entropy", rows, weights, bias, target)
+    if class_weight is not None and tuple(class_weight.shape) != tuple(weights[0].shape[:1]):
+        raise ValueError(f"linear_cross_entropy: class_weight must be [V], got {list(class_weight.shape)}")
+    if len(needs_grad) != 2 * len(rows) + 1 or (bias is None and needs_grad[-1]):
+        raise ValueError(f"linear_cross_entropy: needs_grad must name {len(rows)} rows, their weights and the bias")
+
+
+def check_operands(
+    name: str, rows: list[Tensor], weights: list[Tensor], bias: Tensor | None, target: Tensor | None
+) -> None:
+    """What both operators over linear logits ask of their operands. Raises ValueError."""
+    if not rows or len(rows) != len(weights):
+        raise ValueError(f"{name}: {len(rows)} rows for {len(weights)} weights")
+    for k, (row, weight) in enumerate(zip(rows, weights, strict=True)):
+        if row.dim() != 2 or weight.dim() != 2 or not row.is_floating_point() or weight.dtype != row.dtype:
+            raise ValueError(
+                f"{name}: rows {k} and weight {k} must be floating matrices of one dtype, got {row.dtype} "
+                f"{list(row.shape)} and {weight.dtype} {list(weight.shape)}"
+            )
+        torch._check_value(row.shape[1] == weight.shape[1], lambda: f"{name}: rows and weight differ in width")
+        torch._check_value(row.shape[0] == rows[0].shape[0], lambda: f"{name}: rows differ in number")
+        torch._check_value(weight.shape[0] == weights[0].shape[0], lambda: f"{name}: weights differ in classes")
+    if bias is not None:
+        torch._check_value(bias.dim() == 1 and bias.shape[0] == weights[0].shape[0], lambda: f"{name}: bias is not [V]")
+    if target is not None:
+        if target.dim() != 1 or target.dtype != torch.int64:
+            raise ValueError(f"{name}: target must be an int64 vector, got {target.dtype} {list(target.shape)}")
+        torch._check_value(target.shape[0] == rows[0].shape[0], lambda: f"{name}: rows and targets differ in number")
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list[Tensor]]) -> None:
+    rows, weights, bias, target, class_weight, *ctx.settings, made, _ = inputs
+    _, predictions, gradients = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(predictions, *gradients)
+    # Here the flags are still flat, one for each tensor of a list.
+    needed = list(ctx.needs_input_grad[: 2 * len(rows) + 1])
+    ctx.count, ctx.made, ctx.needed = len(rows), list(made) if gradients else [False] * len(made), needed
+    ctx.recomputes = any(need and not is_made for need, is_made in zip(needed, ctx.made, strict=True))
+    saved = (*rows, *weights, bias, target, class_weight) if ctx.recomputes else gradients
+    ctx.save_for_backward(*saved)
+
+
+@once_differentiable
+def _backward(ctx: Any, upstream: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    count = ctx.count
+    results: list[Tensor | None] = [None] * (2 * count + 1)
+    if upstream is not None:
+        if ctx.recomputes:
+            rows, weights = list(ctx.saved_tensors[:count]), list(ctx.saved_tensors[count : 2 * count])
+            found = linear_cross_entropy_gradients(
+                upstream, rows, weights, *ctx.saved_tensors[2 * count :], *ctx.settings, ctx.needed
+            )
+            places = [place for place, needed in enumerate(ctx.needed) if needed]
+        else:
+            # A factor with a dimension takes part in promotion: it is not rounded to the gradient's dtype.
+            factor = upstream.reshape(1)
+            found = [(gradient * factor).to(gradient.dtype) for gradient in ctx.saved_tensors]
+            places = [place for place, is_made in enumerate(ctx.made) if is_made]
+        for place, gradient in zip(places, found, strict=True):
+            results[place] = gradient if ctx.needed[place] else None
+    return results[:count], results[count : 2 * count], results[-1], *[None] * 10
+
+
+linear_cross_entropy.register_autograd(_backward, setup_context=_setup)

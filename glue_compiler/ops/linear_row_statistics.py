@@ -1,0 +1,172 @@
+"""``linear_row_statistics``: what losses take from rows of logits, which exist a chunk of rows at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from glue_compiler.ops.linear_cross_entropy import check_operands, check_targets
+from glue_compiler.ops.linear_logits import LinearLogits, OperandGradients, accumulator_dtype, logits_dtype
+from glue_compiler.ops.row_losses import RowStatistics, Scores
+
+NAMES = ("logsumexp", "target_logit", "sum", "entropy", "argmax")
+
+
+@torch.library.custom_op("glue::linear_row_statistics", mutates_args=())
+def linear_row_statistics(
+    rows: list[Tensor],
+    weights: list[Tensor],
+    bias: Tensor | None,
+    target: Tensor | None,
+    scale: float,
+    softcap: float,
+    dtype: torch.dtype,
+    wants: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What a loss may be put together from, by row of ``z = scale * (sum_k rows[k] @ weights[k].T + bias)``.
+
+    Args:
+        rows, weights, bias, scale, softcap: as for ``linear_cross_entropy``.
+        target: int64 ``[N]``, wanted for the target's logit. A negative one is ignored.
+        dtype: float64 asks for statistics in float64; see below.
+        wants: which of the five results are wanted, in their order.
+
+    Returns:
+        ``logsumexp``, ``target_logit`` (``z[target]``, 0 for a negative target), ``sum`` over the classes, ``entropy``
+        of the softmax, and ``argmax`` (int64, without a gradient); each ``[N]``, or ``[0]`` if it is not wanted. In
+        float64 where ``dtype`` or the logits have it, else in float32 also for 16-bit ones: a loss is the small
+        difference of a logsumexp and a logit, and is cast after it was taken.
+
+    Gradients of rows, weights and bias, for which backward makes the logits of each chunk again. Differentiable once.
+
+    No host synchronisation on CUDA. Two runs give equal bits.
+
+    Raises:
+        ValueError: dimensions, sizes or dtypes that do not fit together, a target's logit without a target.
+        IndexError: on a CPU, a target of at least ``V``; on CUDA the device asserts.
+    """
+    _check(rows, weights, bias, target, wants)
+    with torch.autocast(rows[0].device.type, enabled=False):
+        logits = LinearLogits(rows, weights, bias)
+        if target is not None:
+            check_targets(target, target < 0, logits.width)
+        results = _empty(rows, bias, dtype, wants)
+        statistics = RowStatistics(Scores(scale, softcap), target, *results)
+        for chunk in logits.chunks:
+            statistics.read(logits.of(chunk), chunk)
+    return results
+
+
+@linear_row_statistics.register_fake
+def _(rows, weights, bias, target, scale, softcap, dtype, wants):  # type: ignore[no-untyped-def]
+    _check(rows, weights, bias, target, wants)
+    return _empty(rows, bias, dtype, wants)
+
+
+@torch.library.custom_op("glue::linear_row_statistics_gradients", mutates_args=())
+def linear_row_statistics_gradients(
+    upstream: list[Tensor],
+    upstream_wants: Sequence[bool],
+    logsumexp: Tensor,
+    entropy: Tensor,
+    rows: list[Tensor],
+    weights: list[Tensor],
+    bias: Tensor | None,
+    target: Tensor | None,
+    scale: float,
+    softcap: float,
+    needs_grad: Sequence[bool],
+) -> list[Tensor]:
+    """Gradients of ``linear_row_statistics``.
+
+    Args:
+        upstream: gradients ``[N]`` of those of the first four results that ``upstream_wants`` names.
+        logsumexp, entropy: as returned; without a logsumexp it is computed again where the entropy's gradient needs it.
+        needs_grad: for rows, weights and bias, in that order.
+
+    Returns:
+        The gradients that are needed, in order, each of its operand's shape and dtype.
+    """
+    found = iter(upstream)
+    of_logsumexp, of_target, of_sum, of_entropy = (next(found) if wanted else None for wanted in upstream_wants)
+    with torch.autocast(rows[0].device.type, enabled=False):
+        logits = LinearLogits(rows, weights, bias)
+        gradients = OperandGradients(logits, needs_grad)
+        lacks_logsumexp = of_entropy is not None and not logsumexp.numel()
+        if lacks_logsumexp:
+            logsumexp = torch.empty_like(entropy)
+        scores = Scores(scale, softcap)
+        statistics = RowStatistics(scores, target, logsumexp, None, None, entropy, None)
+        for chunk in logits.chunks:
+            values = logits.of(chunk)
+            if lacks_logsumexp:
+                RowStatistics(scores, None, logsumexp, None, None, None, None).read(values, chunk)
+            gradients.add(chunk, statistics.gradient(values, chunk, of_logsumexp, of_target, of_sum, of_entropy))
+        return gradients.results()
+
+
+@linear_row_statistics_gradients.register_fake
+def _(upstream, upstream_wants, logsumexp, entropy, rows, weights, bias, target, scale, softcap, needs_grad):  # type: ignore[no-untyped-def]
+    operands = [*rows, *weights, bias]
+    return [each.new_empty(each.shape) for each, needed in zip(operands, needs_grad, strict=True) if needed]
+
+
+def _empty(rows: list[Tensor], bias: Tensor | None, dtype: torch.dtype, wants: Sequence[bool]) -> Any:
+    work = accumulator_dtype(logits_dtype(rows, bias), dtype)
+    dtypes = (work, work, work, work, torch.int64)
+    count = rows[0].shape[0]
+    return tuple(
+        rows[0].new_empty(count if wanted else 0, dtype=each) for each, wanted in zip(dtypes, wants, strict=True)
+    )
+
+
+def _check(
+    rows: list[Tensor], weights: list[Tensor], bias: Tensor | None, target: Tensor | None, wants: Sequence[bool]
+) -> None:
+    check_operands("linear_row_statistics", rows, weights, bias, target)
+    if len(wants) != len(NAMES):
+        raise ValueError(f"linear_row_statistics: wants must name {', '.join(NAMES)}, got {len(wants)}")
+    if wants[1] and target is None:
+        raise ValueError("linear_row_statistics: a target's logit needs a target")
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    rows, weights, bias, target, ctx.scale, ctx.softcap, _, _ = inputs
+    logsumexp, _, _, entropy, argmax = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(argmax)
+    ctx.count = len(rows)
+    # Here the flags are still flat, one for each tensor of a list.
+    ctx.needed = list(ctx.needs_input_grad[: 2 * ctx.count + 1])
+    ctx.save_for_backward(logsumexp, entropy, *rows, *weights, bias, target)
+
+
+@once_differentiable
+def _backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
+    count = ctx.count
+    results: list[Tensor | None] = [None] * (2 * count + 1)
+    defined = [each is not None for each in upstream[:4]]
+    if any(defined):
+        logsumexp, entropy, *operands = ctx.saved_tensors
+        found = linear_row_statistics_gradients(
+            [each for each in upstream[:4] if each is not None],
+            defined,
+            logsumexp,
+            entropy,
+            operands[:count],
+            operands[count : 2 * count],
+            *operands[2 * count :],
+            ctx.scale,
+            ctx.softcap,
+            ctx.needed,
+        )
+        for place, gradient in zip((place for place, needed in enumerate(ctx.needed) if needed), found, strict=True):
+            results[place] = gradient
+    return results[:count], results[count : 2 * count], results[-1], None, None, None, None, None
+
+
+linear_row_statistics.register_autograd(_backward, setup_context=_setup)

@@ -1,0 +1,36 @@
+"""How many rows of logits exist at a time where a loss is computed in chunks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class ChunkLimits:
+    """Bytes of logits to aim at, rows below which products are slow, and what row counts are rounded up to."""
+
+    target_bytes: int
+    least_rows: int
+    multiple: int
+
+
+# On a GPU each chunk reads and writes the sum of the weight's gradient once more, and products of few rows leave
+# multiprocessors without work; a CPU is busy with few rows.
+LIMITS = {"cuda": ChunkLimits(512 * 2**20, 1024, 512), "cpu": ChunkLimits(64 * 2**20, 64, 16)}
+
+
+def row_chunks(rows: int, row_bytes: int, device: torch.device) -> list[slice]:
+    """Slices that cut ``rows`` rows of logits, of ``row_bytes`` each, into chunks of nearly one size.
+
+    A chunk has about the target's bytes, and up to twice as many where the target is less than the least rows.
+    """
+    if rows == 0:
+        return []
+    limits = LIMITS.get(device.type, LIMITS["cpu"])
+    fitting = limits.target_bytes // row_bytes
+    most = max(fitting, min(limits.least_rows, 2 * fitting), 1)
+    even = -(-rows // -(-rows // most))
+    size = -(-even // limits.multiple) * limits.multiple
+    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
