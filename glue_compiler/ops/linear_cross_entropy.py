@@ -153,11 +153,10 @@ class _Problem:
             predictions = target.new_empty(logits.height if wants_predictions else 0)
             gradients = OperandGradients(logits, needs_grad)
             for chunk in logits.chunks:
-                result = rows.run(
-                    logits.of(chunk), chunk, losses, predictions if wants_predictions else None, any(needs_grad)
-                )
+                values = logits.of(chunk)
+                rows.run(values, chunk, losses, predictions if wants_predictions else None, any(needs_grad))
                 if any(needs_grad):
-                    gradients.add(chunk, result)
+                    gradients.add(chunk, values)
             return (losses.sum() / divisor).to(dtype), predictions, gradients.results()
 
 

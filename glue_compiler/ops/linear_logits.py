@@ -25,14 +25,10 @@ class LinearLogits:
         self.rows, self.weights, self.bias = rows, weights, bias
         self.height, self.width = rows[0].shape[0], weights[0].shape[0]
         self.dtype = logits_dtype(rows, bias)
-        self.device = rows[0].device
-        self._stride = -(-self.width // _ALIGNMENT) * _ALIGNMENT
-        self.chunks = row_chunks(self.height, self._stride * self.dtype.itemsize, self.device)
-
-    @functools.cached_property
-    def _buffer(self) -> Tensor:
-        size = self.chunks[0].stop, self._stride
-        return torch.empty(size, dtype=self.dtype, device=self.device)
+        stride = -(-self.width // _ALIGNMENT) * _ALIGNMENT
+        self.chunks = row_chunks(self.height, stride * self.dtype.itemsize, rows[0].device)
+        size = self.chunks[0].stop if self.chunks else 0, stride
+        self._buffer = torch.empty(size, dtype=self.dtype, device=rows[0].device)
 
     def of(self, chunk: slice) -> Tensor:
         """``[rows of the chunk, V]``, in the buffer."""
@@ -53,6 +49,10 @@ class LinearLogits:
             out.addmm_(*product)
         return out
 
+    def free(self) -> None:
+        """Gives the buffer's memory back."""
+        del self._buffer
+
 
 class OperandGradients:
     """Gradients of rows, weights and bias, from those of the logits that come chunk by chunk.
@@ -61,46 +61,46 @@ class OperandGradients:
     """
 
     def __init__(self, logits: LinearLogits, needs_grad: Sequence[bool]) -> None:
-        self._logits = logits
-        count = len(logits.rows)
+        self._logits, self._needs_grad = logits, needs_grad
+        self._operands = [*logits.rows, *logits.weights, logits.bias]
+        # A chunk writes its part of a gradient of rows; the others are sums, None before the first chunk.
         self._of_rows = {
-            k: logits.rows[k].new_zeros(logits.rows[k].shape) if not logits.chunks else _like(logits.rows[k])
-            for k in range(count)
-            if needs_grad[k]
+            place: rows.new_empty(rows.shape) for place, rows in enumerate(logits.rows) if needs_grad[place]
         }
-        self._of_weights: dict[int, Tensor | None] = {k: None for k in range(count) if needs_grad[count + k]}
-        self._needs_bias, self._of_bias = needs_grad[2 * count], None
-        self._needs_grad = needs_grad
+        self._sums: dict[int, Tensor] = {}
 
     def add(self, chunk: slice, gradient: Tensor) -> None:
         """Takes up the gradient ``[rows of the chunk, V]`` of the chunk's logits."""
-        is_only = len(self._logits.chunks) == 1
-        for k, (rows, weight) in enumerate(zip(self._logits.rows, self._logits.weights, strict=True)):
-            if k not in self._of_rows and k not in self._of_weights:
+        logits, count = self._logits, len(self._logits.rows)
+        for k, (rows, weight) in enumerate(zip(logits.rows, logits.weights, strict=True)):
+            if not (self._needs_grad[k] or self._needs_grad[count + k]):
                 continue
             left = gradient.to(rows.dtype)
-            if k in self._of_rows:
+            if self._needs_grad[k]:
                 torch.mm(left, weight, out=self._of_rows[k][chunk])
-            if k in self._of_weights:
-                add = torch.mm if is_only else functools.partial(_add_product, self._of_weights[k])
-                self._of_weights[k] = add(left.t(), rows[chunk])
-        if self._needs_bias:
-            bias = gradient.sum(0, dtype=accumulator_dtype(gradient.dtype))
-            self._of_bias = bias if self._of_bias is None else self._of_bias.add_(bias)
+            if self._needs_grad[count + k]:
+                if len(logits.chunks) == 1:
+                    self._sums[count + k] = torch.mm(left.t(), rows[chunk])
+                else:
+                    self._sums[count + k] = _plus_product(self._sums.get(count + k), left.t(), rows[chunk])
+        if self._needs_grad[2 * count]:
+            of_bias = gradient.sum(0, dtype=accumulator_dtype(gradient.dtype))
+            self._sums[2 * count] = self._sums[2 * count].add_(of_bias) if 2 * count in self._sums else of_bias
 
     def results(self) -> list[Tensor]:
-        """The gradients that are needed, in the order of rows, weights, bias, each in its operand's dtype."""
-        count = len(self._logits.rows)
-        operands = [*self._logits.rows, *self._logits.weights, self._logits.bias]
-        found = {**self._of_rows, **{count + k: sum_ for k, sum_ in self._of_weights.items()}}
-        found[2 * count] = self._of_bias
-        results = []
-        for place, operand in enumerate(operands):
-            if self._needs_grad[place]:
-                assert operand is not None
-                value = found.pop(place)
-                results.append(torch.zeros_like(_like(operand)) if value is None else value.to(operand.dtype))
-        return results
+        """The gradients that are needed, in the order of rows, weights, bias, each in its operand's dtype.
+
+        To be called once, at the end: it frees the logits, and each sum when it was rounded.
+        """
+        self._logits.free()
+        return [self._result(place) for place, needed in enumerate(self._needs_grad) if needed]
+
+    def _result(self, place: int) -> Tensor:
+        operand = self._operands[place]
+        assert operand is not None
+        if place in self._of_rows:
+            return self._of_rows[place]
+        return self._sums.pop(place).to(operand.dtype) if place in self._sums else operand.new_zeros(operand.shape)
 
 
 def logits_dtype(rows: Sequence[Tensor], bias: Tensor | None) -> torch.dtype:
@@ -109,12 +109,8 @@ def logits_dtype(rows: Sequence[Tensor], bias: Tensor | None) -> torch.dtype:
     return functools.reduce(torch.promote_types, dtypes)
 
 
-def _like(tensor: Tensor) -> Tensor:
-    return tensor.new_empty(tensor.shape)
-
-
-def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
-    """``total + left @ right``, summed in place."""
+def _plus_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
+    """``total + left @ right`` in the accumulators' dtype, written over ``total``; None stands for zeros."""
     dtype = accumulator_dtype(left.dtype)
     if left.dtype == dtype or not left.is_cuda:
         left, right = left.to(dtype), right.to(dtype)

@@ -57,7 +57,7 @@ def linear_row_statistics(
         results = _empty(rows, bias, dtype, wants)
         statistics = RowStatistics(Scores(scale, softcap), target, *results)
         for chunk in logits.chunks:
-            statistics.read(logits.of(chunk), chunk)
+            statistics.read(logits.of(chunk), chunk, results[0].dtype)
     return results
 
 
@@ -100,12 +100,13 @@ def linear_row_statistics_gradients(
         if lacks_logsumexp:
             logsumexp = torch.empty_like(entropy)
         scores = Scores(scale, softcap)
-        statistics = RowStatistics(scores, target, logsumexp, None, None, entropy, None)
+        statistics = RowStatistics(scores, target, logsumexp=logsumexp, entropy=entropy)
         for chunk in logits.chunks:
             values = logits.of(chunk)
             if lacks_logsumexp:
-                RowStatistics(scores, None, logsumexp, None, None, None, None).read(values, chunk)
-            gradients.add(chunk, statistics.gradient(values, chunk, of_logsumexp, of_target, of_sum, of_entropy))
+                RowStatistics(scores, None, logsumexp=logsumexp).read(values, chunk, logsumexp.dtype)
+            statistics.write_gradient(values, chunk, of_logsumexp, of_target, of_sum, of_entropy)
+            gradients.add(chunk, values)
         return gradients.results()
 
 

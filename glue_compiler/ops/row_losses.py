@@ -1,4 +1,4 @@
-"""What a loss wants of rows of logits, in torch operators: for CPUs, and what the Triton kernels do not serve."""
+"""What losses take from rows of logits: by Triton kernels on a GPU, else in torch operators."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from glue_compiler.ops.kernel_support import runs_triton
 
 
 @dataclass(frozen=True)
@@ -44,15 +46,24 @@ class CrossEntropy:
     class_weight: Tensor | None
     factor: Tensor
 
-    def run(self, logits: Tensor, chunk: slice, losses: Tensor, predictions: Tensor | None, gradient: bool) -> Tensor:
-        """Writes losses and predictions of the chunk; returns the logits' gradient, or the logits."""
-        dtype = self.nll.dtype
-        scores = self.scores.of(logits, dtype)
+    def run(self, logits: Tensor, chunk: slice, losses: Tensor, predictions: Tensor | None, gradient: bool) -> None:
+        """Writes losses and predictions of the chunk, and with ``gradient`` that of the logits over them."""
+        target, nll = self.target[chunk], self.nll[chunk]
+        spread = None if self.spread is None else self.spread[chunk]
+        losses, predictions = losses[chunk], None if predictions is None else predictions[chunk]
+        if _runs_kernels(logits, nll.dtype) and self.class_weight is None:
+            from glue_compiler.ops import row_losses_triton
+
+            row_losses_triton.cross_entropy(
+                logits, target, nll, spread, self.factor, losses, predictions,
+                self.scores.scale, self.scores.softcap, gradient,
+            )  # fmt: skip
+            return
+        scores = self.scores.of(logits, nll.dtype)
         if predictions is not None:
-            predictions[chunk] = scores.argmax(1)
-        nll, spread = self.nll[chunk], None if self.spread is None else self.spread[chunk]
+            predictions.copy_(scores.argmax(1))
         ignored = nll == 0 if spread is None else (nll == 0) & (spread == 0)
-        target = self.target[chunk].masked_fill(ignored, 0)[:, None]
+        target = target.masked_fill(ignored, 0)[:, None]
         logsumexp = scores.logsumexp(1)
         loss = nll * (logsumexp - scores.gather(1, target)[:, 0])
         shares = nll
@@ -63,16 +74,15 @@ class CrossEntropy:
                 weighted, total = scores @ self.class_weight, self.class_weight.sum()
             loss = loss + spread * (total * logsumexp - weighted)
             shares = shares + spread * total
-        losses[chunk] = loss.masked_fill(ignored, 0)
+        losses.copy_(loss.masked_fill_(ignored, 0))
         if not gradient:
-            return logits
-        factor = self.factor
-        result = (scores - logsumexp[:, None]).exp_().mul_((factor * shares)[:, None])
-        result.scatter_add_(1, target, -(factor * nll)[:, None])
+            return
+        result = (scores - logsumexp[:, None]).exp_().mul_((self.factor * shares)[:, None])
+        result.scatter_add_(1, target, -(self.factor * nll)[:, None])
         if spread is not None:
-            of_all = (factor * spread)[:, None]
+            of_all = (self.factor * spread)[:, None]
             result.sub_(of_all if self.class_weight is None else of_all * self.class_weight)
-        return logits.copy_(self.scores.gradient(result, scores).masked_fill_(ignored[:, None], 0))
+        logits.copy_(self.scores.gradient(result, scores).masked_fill_(ignored[:, None], 0))
 
 
 @dataclass(frozen=True)
@@ -81,32 +91,44 @@ class RowStatistics:
 
     scores: Scores
     target: Tensor | None
-    logsumexp: Tensor | None
-    target_logit: Tensor | None
-    sum: Tensor | None
-    entropy: Tensor | None
-    argmax: Tensor | None
+    logsumexp: Tensor | None = None
+    target_logit: Tensor | None = None
+    sum: Tensor | None = None
+    entropy: Tensor | None = None
+    argmax: Tensor | None = None
 
-    def read(self, logits: Tensor, chunk: slice) -> None:
-        """Writes the chunk's statistics."""
-        wanted = [each for each in (self.logsumexp, self.target_logit, self.sum, self.entropy) if _is_wanted(each)]
-        scores = self.scores.of(logits, wanted[0].dtype if wanted else logits.dtype)
-        if _is_wanted(self.target_logit):
-            target = self.target[chunk]
+    def read(self, logits: Tensor, chunk: slice, work: torch.dtype) -> None:
+        """Writes the chunk's statistics, which are in the dtype ``work``."""
+        target = None if self.target is None else self.target[chunk]
+        wanted = (
+            each[chunk] if each is not None and each.numel() else None
+            for each in (self.logsumexp, self.target_logit, self.sum, self.entropy, self.argmax)
+        )
+        logsumexp, target_logit, total, entropy, argmax = wanted
+        if _runs_kernels(logits, work):
+            from glue_compiler.ops import row_losses_triton
+
+            row_losses_triton.statistics(
+                logits, target, logsumexp, target_logit, total, entropy, argmax, self.scores.scale, self.scores.softcap
+            )
+            return
+        scores = self.scores.of(logits, work)
+        if target_logit is not None:
+            assert target is not None
             picked = scores.gather(1, target.clamp(min=0)[:, None])[:, 0]
-            self.target_logit[chunk] = picked.masked_fill_(target < 0, 0)
-        if _is_wanted(self.sum):
-            self.sum[chunk] = scores.sum(1)
-        if _is_wanted(self.argmax):
-            self.argmax[chunk] = scores.argmax(1)
-        if _is_wanted(self.logsumexp) or _is_wanted(self.entropy):
-            logsumexp = scores.logsumexp(1)
-            if _is_wanted(self.logsumexp):
-                self.logsumexp[chunk] = logsumexp
-            if _is_wanted(self.entropy):
-                self.entropy[chunk] = torch.special.entr((scores - logsumexp[:, None]).exp_()).sum(1)
+            target_logit.copy_(picked.masked_fill_(target < 0, 0))
+        if total is not None:
+            total.copy_(scores.sum(1))
+        if argmax is not None:
+            argmax.copy_(scores.argmax(1))
+        if logsumexp is not None or entropy is not None:
+            found = scores.logsumexp(1)
+            if logsumexp is not None:
+                logsumexp.copy_(found)
+            if entropy is not None:
+                entropy.copy_(torch.special.entr((scores - found[:, None]).exp_()).sum(1))
 
-    def gradient(
+    def write_gradient(
         self,
         logits: Tensor,
         chunk: slice,
@@ -114,28 +136,43 @@ class RowStatistics:
         of_target: Tensor | None,
         of_sum: Tensor | None,
         of_entropy: Tensor | None,
-    ) -> Tensor:
-        """The gradient of the chunk's logits, written over them, from gradients ``[N]`` of the statistics."""
+    ) -> None:
+        """Writes the gradient of the chunk's logits over them, from gradients ``[N]`` of the statistics."""
+        upstream = (each if each is None else each[chunk] for each in (of_logsumexp, of_target, of_sum, of_entropy))
+        of_logsumexp, of_target, of_sum, of_entropy = upstream
         work = next(each for each in (of_logsumexp, of_target, of_sum, of_entropy) if each is not None)
+        # By an entropy H the gradient is -p (log p + H): its second term is one more share of p.
+        shares = work.new_zeros(work.shape) if of_logsumexp is None else of_logsumexp
+        if of_entropy is not None:
+            assert self.entropy is not None
+            shares = shares - of_entropy * self.entropy[chunk]
+        target = None if of_target is None or self.target is None else self.target[chunk]
+        logsumexp = None if of_logsumexp is None and of_entropy is None else self.logsumexp
+        logsumexp = None if logsumexp is None else logsumexp[chunk]
+        if _runs_kernels(logits, work.dtype):
+            from glue_compiler.ops import row_losses_triton
+
+            row_losses_triton.statistics_gradient(
+                logits, target, logsumexp, shares, of_target, of_sum, of_entropy,
+                self.scores.scale, self.scores.softcap,
+            )  # fmt: skip
+            return
         scores = self.scores.of(logits, work.dtype)
-        result = torch.zeros_like(scores)
-        if of_logsumexp is not None or of_entropy is not None:
-            shares = work.new_zeros(chunk.stop - chunk.start) if of_logsumexp is None else of_logsumexp[chunk]
-            result = (scores - self.logsumexp[chunk, None]).exp_()
-            if of_entropy is None:
-                result.mul_(shares[:, None])
-            else:
-                # The gradient is -p (log p + H), whose first term is 0 where p is.
-                each = torch.special.entr(result).mul_(of_entropy[chunk, None])
-                result.mul_((shares - of_entropy[chunk] * self.entropy[chunk])[:, None]).add_(each)
+        if logsumexp is None:
+            result = torch.zeros_like(scores)
+        else:
+            result = (scores - logsumexp[:, None]).exp_()
+            each = None if of_entropy is None else torch.special.entr(result).mul_(of_entropy[:, None])
+            result.mul_(shares[:, None])
+            if each is not None:
+                result.add_(each)
         if of_sum is not None:
-            result.add_(of_sum[chunk, None])
+            result.add_(of_sum[:, None])
         if of_target is not None:
-            target = self.target[chunk]
-            values = of_target[chunk].masked_fill(target < 0, 0)
-            result.scatter_add_(1, target.clamp(min=0)[:, None], values[:, None])
-        return logits.copy_(self.scores.gradient(result, scores))
+            assert target is not None
+            result.scatter_add_(1, target.clamp(min=0)[:, None], of_target.masked_fill(target < 0, 0)[:, None])
+        logits.copy_(self.scores.gradient(result, scores))
 
 
-def _is_wanted(result: Tensor | None) -> bool:
-    return result is not None and result.numel() > 0
+def _runs_kernels(logits: Tensor, work: torch.dtype) -> bool:
+    return runs_triton(logits) and work == torch.float32 and logits.dtype != torch.float64
