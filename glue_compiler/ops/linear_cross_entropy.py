@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from glue_compiler.ops.linear_logits import LinearLogits, OperandGradients, accumulator_dtype, logits_dtype
 from glue_compiler.ops.row_losses import CrossEntropy, Scores
@@ -231,27 +230,26 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list
     needed = list(ctx.needs_input_grad[: 2 * len(rows) + 1])
     ctx.count, ctx.made, ctx.needed = len(rows), list(made) if gradients else [False] * len(made), needed
     ctx.recomputes = any(need and not is_made for need, is_made in zip(needed, ctx.made, strict=True))
-    saved = (*rows, *weights, bias, target, class_weight) if ctx.recomputes else gradients
-    ctx.save_for_backward(*saved)
+    ctx.save_for_backward(*rows, *weights, bias, target, class_weight, *gradients)
 
 
-@once_differentiable
 def _backward(ctx: Any, upstream: Tensor | None, *_: Any) -> tuple[Any, ...]:
     count = ctx.count
     results: list[Tensor | None] = [None] * (2 * count + 1)
     if upstream is not None:
-        if ctx.recomputes:
-            rows, weights = list(ctx.saved_tensors[:count]), list(ctx.saved_tensors[count : 2 * count])
+        operands, rest = ctx.saved_tensors[: 2 * count], ctx.saved_tensors[2 * count :]
+        # Who takes gradients of these gradients gets an operator that has none, and so an error.
+        if ctx.recomputes or torch.is_grad_enabled():
             found = linear_cross_entropy_gradients(
-                upstream, rows, weights, *ctx.saved_tensors[2 * count :], *ctx.settings, ctx.needed
+                upstream, operands[:count], operands[count:], *rest[:3], *ctx.settings, ctx.needed
             )
-            places = [place for place, needed in enumerate(ctx.needed) if needed]
+            made = ctx.needed
         else:
             # A factor with a dimension takes part in promotion: it is not rounded to the gradient's dtype.
             factor = upstream.reshape(1)
-            found = [(gradient * factor).to(gradient.dtype) for gradient in ctx.saved_tensors]
-            places = [place for place, is_made in enumerate(ctx.made) if is_made]
-        for place, gradient in zip(places, found, strict=True):
+            found = [(gradient * factor).to(gradient.dtype) for gradient in rest[3:]]
+            made = ctx.made
+        for place, gradient in zip((place for place, is_made in enumerate(made) if is_made), found, strict=True):
             results[place] = gradient if ctx.needed[place] else None
     return results[:count], results[count : 2 * count], results[-1], *[None] * 10
 

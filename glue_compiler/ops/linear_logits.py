@@ -10,7 +10,9 @@ from torch import Tensor
 
 from glue_compiler.ops.loss_chunks import row_chunks
 
-_ALIGNMENT = 64  # elements: rows of logits start at whole cache lines, as products and kernels are fast with
+# In elements: on a GPU rows of logits start at whole cache lines, as products and kernels are fast with. Not on a CPU,
+# where torch 2.13 multiplies bfloat16 columns that lie between such rows, and what a NaN there gives is a NaN.
+_ALIGNMENT = {"cuda": 64}
 
 
 def accumulator_dtype(*dtypes: torch.dtype) -> torch.dtype:
@@ -25,7 +27,8 @@ class LinearLogits:
         self.rows, self.weights, self.bias = rows, weights, bias
         self.height, self.width = rows[0].shape[0], weights[0].shape[0]
         self.dtype = logits_dtype(rows, bias)
-        stride = -(-self.width // _ALIGNMENT) * _ALIGNMENT
+        alignment = _ALIGNMENT.get(rows[0].device.type, 1)
+        stride = -(-self.width // alignment) * alignment
         self.chunks = row_chunks(self.height, stride * self.dtype.itemsize, rows[0].device)
         size = self.chunks[0].stop if self.chunks else 0, stride
         self._buffer = torch.empty(size, dtype=self.dtype, device=rows[0].device)

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from glue_compiler.ops.linear_cross_entropy import check_operands, check_targets
 from glue_compiler.ops.linear_logits import LinearLogits, OperandGradients, accumulator_dtype, logits_dtype
@@ -146,7 +145,6 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
     ctx.save_for_backward(logsumexp, entropy, *rows, *weights, bias, target)
 
 
-@once_differentiable
 def _backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
     count = ctx.count
     results: list[Tensor | None] = [None] * (2 * count + 1)
