@@ -135,10 +135,11 @@ def _check(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    rows, weights, bias, target, ctx.scale, ctx.softcap, _, _ = inputs
+    rows, weights, bias, target, ctx.scale, ctx.softcap, _, ctx.wants = inputs
     logsumexp, _, _, entropy, argmax = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(argmax)
+    unwanted = (each for each, wanted in zip(output[:4], ctx.wants, strict=False) if not wanted)
+    ctx.mark_non_differentiable(argmax, *unwanted)
     ctx.count = len(rows)
     # Here the flags are still flat, one for each tensor of a list.
     ctx.needed = list(ctx.needs_input_grad[: 2 * ctx.count + 1])
@@ -148,11 +149,11 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
 def _backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
     count = ctx.count
     results: list[Tensor | None] = [None] * (2 * count + 1)
-    defined = [each is not None for each in upstream[:4]]
+    defined = [wanted and each is not None for each, wanted in zip(upstream[:4], ctx.wants, strict=False)]
     if any(defined):
         logsumexp, entropy, *operands = ctx.saved_tensors
         found = linear_row_statistics_gradients(
-            [each for each in upstream[:4] if each is not None],
+            [each for each, is_defined in zip(upstream, defined, strict=False) if is_defined],
             defined,
             logsumexp,
             entropy,

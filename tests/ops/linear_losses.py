@@ -15,6 +15,14 @@ from glue_compiler.ops.loss_chunks import ChunkLimits
 glue = torch.ops.glue
 IGNORED = -100
 SMALL_CHUNKS = ChunkLimits(target_bytes=2048, least_rows=1, multiple=4)
+HEADS = {
+    "plain": {},
+    "with a bias": {"bias": True},
+    "adapted": {"widths": (12, 3), "bias": True},
+    "scaled": {"scale": 0.3},
+    "scaled by a negative number": {"scale": -0.3},
+    "capped": {"scale": 0.2, "softcap": 5.0},
+}
 
 
 @dataclasses.dataclass
@@ -95,3 +103,23 @@ class Head:
         leaves = [operand for operand in self.operands() if operand.requires_grad]
         found = iter(torch.autograd.grad(loss, leaves, torch.full_like(loss, upstream), **how))
         return [next(found) if operand.requires_grad else None for operand in self.operands()]
+
+
+def same(values, expected, tolerance=1e-10):
+    """Equal values, dtypes and Nones."""
+    for value, reference in zip(values, expected, strict=True):
+        assert (value is None) == (reference is None)
+        if value is not None:
+            assert value.dtype == reference.dtype
+            torch.testing.assert_close(value, reference, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+def counting(backend):
+    """A compiler that hands on to ``backend``, and the list of graphs that it was given."""
+    graphs = []
+
+    def compiler(graph, example_inputs):
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend(backend)(graph, example_inputs)
+
+    return compiler, graphs

@@ -8,16 +8,8 @@ import torch.nn.functional as F
 
 from glue_compiler.ops import loss_chunks
 from tests.ops.conftest import relative_error
-from tests.ops.linear_losses import IGNORED, SMALL_CHUNKS, Head, glue
+from tests.ops.linear_losses import HEADS, IGNORED, SMALL_CHUNKS, Head, counting, glue, same
 
-HEADS = {
-    "plain": {},
-    "with a bias": {"bias": True},
-    "adapted": {"widths": (12, 3), "bias": True},
-    "scaled": {"scale": 0.3},
-    "scaled by a negative number": {"scale": -0.3},
-    "capped": {"scale": 0.2, "softcap": 5.0},
-}
 LOSSES = {
     "mean": {},
     "sum": {"reduction": "sum"},
@@ -32,14 +24,6 @@ LOSSES = {
 def chunks(request, device, monkeypatch):
     if request.param == "chunks":
         monkeypatch.setitem(loss_chunks.LIMITS, device, SMALL_CHUNKS)
-
-
-def same(values, expected, tolerance=1e-10):
-    for value, reference in zip(values, expected, strict=True):
-        assert (value is None) == (reference is None)
-        if value is not None:
-            assert value.dtype == reference.dtype
-            torch.testing.assert_close(value, reference, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
 def losses_of(name, device, classes=70):
@@ -266,7 +250,7 @@ def test_logits_of_all_rows_never_exist(monkeypatch):
 def test_one_graph_serves_every_number_of_rows(device, backend, monkeypatch):
     monkeypatch.setitem(loss_chunks.LIMITS, device, SMALL_CHUNKS)
     torch._dynamo.reset()
-    compiled, graphs = _counting(backend)
+    compiled, graphs = counting(backend)
 
     def step(rows, weight, bias, target):
         loss, predictions, _ = glue.linear_cross_entropy(
@@ -287,16 +271,6 @@ def test_one_graph_serves_every_number_of_rows(device, backend, monkeypatch):
         for value, reference in zip(head.gradients(loss), exact.gradients(expected), strict=True):
             assert relative_error(value, reference) < 3e-6
     assert len(graphs) == 1
-
-
-def _counting(backend):
-    graphs = []
-
-    def compiler(graph, example_inputs):
-        graphs.append(graph)
-        return torch._dynamo.lookup_backend(backend)(graph, example_inputs)
-
-    return compiler, graphs
 
 
 def test_wrong_arguments_are_value_errors():

@@ -1,0 +1,36 @@
+"""How rows of logits are cut into chunks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from glue_compiler.ops.loss_chunks import LIMITS, row_chunks
+
+MIB = 2**20
+CUDA = torch.device("cuda")
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+@pytest.mark.parametrize("rows", [0, 1, 15, 1000, 8192, 100_001])
+@pytest.mark.parametrize("row_bytes", [2, 2 * 1003, 2 * 151_936, 4 * 262_144])
+def test_chunks_cover_all_rows_once_and_stay_near_the_target(device, rows, row_bytes):
+    chunks = row_chunks(rows, row_bytes, torch.device(device))
+    covered = [row for chunk in chunks for row in range(chunk.start, chunk.stop)]
+    assert covered == list(range(rows))
+    limits = LIMITS[device]
+    most = max(2 * limits.target_bytes, limits.multiple * row_bytes) + limits.multiple * row_bytes
+    assert all((chunk.stop - chunk.start) * row_bytes <= most for chunk in chunks)
+
+
+def test_rows_that_fit_are_one_chunk():
+    assert row_chunks(1024, 2 * 128_256, CUDA) == [slice(0, 1024)]
+
+
+def test_chunks_are_of_nearly_one_size():
+    sizes = {chunk.stop - chunk.start for chunk in row_chunks(8192, 2 * 151_936, CUDA)}
+    assert sizes == {2048}
+
+
+def test_a_wide_row_still_gets_rows_enough_for_a_product():
+    assert row_chunks(8192, 4 * 262_144, CUDA)[0] == slice(0, 1024)
