@@ -52,7 +52,8 @@ def linear_cross_entropy(
     No host synchronisation on CUDA. Two runs give equal bits.
 
     Raises:
-        ValueError: dimensions, sizes or dtypes that do not fit together, another reduction.
+        ValueError: dimensions, sizes or dtypes that do not fit together, another reduction, a class weight that
+            requires a gradient.
         IndexError: on a CPU, a target outside of ``[0, V)`` that is not ``ignore_index``; on CUDA the device asserts.
     """
     _check(rows, weights, bias, target, class_weight, reduction, needs_grad)
@@ -70,7 +71,7 @@ def _(  # type: ignore[no-untyped-def]
     wanted = needs_grad if _forward_makes_gradients(rows, bias) else [False] * len(needs_grad)
     loss = rows[0].new_empty((), dtype=dtype)
     predictions = target.new_empty(rows[0].shape[0] if wants_predictions else 0)
-    return loss, predictions, _empty_gradients(rows, weights, bias, wanted)
+    return loss, predictions, empty_gradients(rows, weights, bias, wanted)
 
 
 @torch.library.custom_op("glue::linear_cross_entropy_gradients", mutates_args=())
@@ -96,7 +97,7 @@ def linear_cross_entropy_gradients(
 
 @linear_cross_entropy_gradients.register_fake
 def _(upstream, rows, weights, bias, *others):  # type: ignore[no-untyped-def]
-    return _empty_gradients(rows, weights, bias, others[-1])
+    return empty_gradients(rows, weights, bias, others[-1])
 
 
 class _Problem:
@@ -173,11 +174,12 @@ def _forward_makes_gradients(rows: list[Tensor], bias: Tensor | None) -> bool:
     return torch.float16 not in (logits_dtype(rows, bias), *(tensor.dtype for tensor in rows))
 
 
-def _empty_gradients(
+def empty_gradients(
     rows: list[Tensor], weights: list[Tensor], bias: Tensor | None, needs_grad: Sequence[bool]
 ) -> list[Tensor]:
-    operands = [*rows, *weights, bias]
-    return [each.new_empty(each.shape) for each, needed in zip(operands, needs_grad, strict=True) if needed]
+    """As fakes have them: gradients of the operands that need one, in the order of rows, weights, bias."""
+    operands = [*rows, *weights, *(() if bias is None else (bias,))]
+    return [each.new_empty(each.shape) for each, needed in zip(operands, needs_grad, strict=False) if needed]
 
 
 def _check(
@@ -228,6 +230,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list
     ctx.mark_non_differentiable(predictions, *gradients)
     # Here the flags are still flat, one for each tensor of a list.
     needed = list(ctx.needs_input_grad[: 2 * len(rows) + 1])
+    if class_weight is not None and class_weight.requires_grad:
+        raise ValueError("linear_cross_entropy: class_weight has no gradient, but requires one")
     ctx.count, ctx.made, ctx.needed = len(rows), list(made) if gradients else [False] * len(made), needed
     ctx.recomputes = any(need and not is_made for need, is_made in zip(needed, ctx.made, strict=True))
     ctx.save_for_backward(*rows, *weights, bias, target, class_weight, *gradients)

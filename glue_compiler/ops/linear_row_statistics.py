@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from glue_compiler.ops.linear_cross_entropy import check_operands, check_targets
+from glue_compiler.ops.linear_cross_entropy import check_operands, check_targets, empty_gradients
 from glue_compiler.ops.linear_logits import LinearLogits, OperandGradients, accumulator_dtype, logits_dtype
 from glue_compiler.ops.row_losses import RowStatistics, Scores
 
@@ -111,8 +111,7 @@ def linear_row_statistics_gradients(
 
 @linear_row_statistics_gradients.register_fake
 def _(upstream, upstream_wants, logsumexp, entropy, rows, weights, bias, target, scale, softcap, needs_grad):  # type: ignore[no-untyped-def]
-    operands = [*rows, *weights, bias]
-    return [each.new_empty(each.shape) for each, needed in zip(operands, needs_grad, strict=True) if needed]
+    return empty_gradients(rows, weights, bias, needs_grad)
 
 
 def _empty(rows: list[Tensor], bias: Tensor | None, dtype: torch.dtype, wants: Sequence[bool]) -> Any:

@@ -68,9 +68,8 @@ class CrossEntropy:
         loss = nll * (logsumexp - scores.gather(1, target)[:, 0])
         shares = nll
         if spread is not None:
-            if self.class_weight is None:
-                weighted, total = scores.sum(1), float(scores.shape[1])
-            else:
+            weighted, total = scores.sum(1), spread.new_full((), scores.shape[1])
+            if self.class_weight is not None:
                 weighted, total = scores @ self.class_weight, self.class_weight.sum()
             loss = loss + spread * (total * logsumexp - weighted)
             shares = shares + spread * total
@@ -78,7 +77,7 @@ class CrossEntropy:
         if not gradient:
             return
         result = (scores - logsumexp[:, None]).exp_().mul_((self.factor * shares)[:, None])
-        result.scatter_add_(1, target, -(self.factor * nll)[:, None])
+        _add_at(result, target, -self.factor * nll)
         if spread is not None:
             of_all = (self.factor * spread)[:, None]
             result.sub_(of_all if self.class_weight is None else of_all * self.class_weight)
@@ -170,8 +169,13 @@ class RowStatistics:
             result.add_(of_sum[:, None])
         if of_target is not None:
             assert target is not None
-            result.scatter_add_(1, target.clamp(min=0)[:, None], of_target.masked_fill(target < 0, 0)[:, None])
+            _add_at(result, target.clamp(min=0)[:, None], of_target.masked_fill(target < 0, 0))
         logits.copy_(self.scores.gradient(result, scores))
+
+
+def _add_at(matrix: Tensor, columns: Tensor, values: Tensor) -> None:
+    """Adds a value to one element of each row; ``scatter_add_`` is not deterministic on a GPU."""
+    matrix.scatter_(1, columns, matrix.gather(1, columns).add_(values[:, None]))
 
 
 def _runs_kernels(logits: Tensor, work: torch.dtype) -> bool:

@@ -19,8 +19,10 @@ import torch.nn.functional as F
 if os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None:
     pytest.skip("needs Triton and TRITON_INTERPRET=1 from the start", allow_module_level=True)
 
-from glue_compiler.ops import row_losses_triton
+from glue_compiler.ops import loss_chunks, row_losses, row_losses_triton
 from glue_compiler.ops.row_losses_triton import RowBlocks
+from tests.ops.conftest import relative_error
+from tests.ops.linear_losses import HEADS, SMALL_CHUNKS, Head, glue
 
 ROWS = 5
 WIDTHS = (1, 37, 64, 130, 512)
@@ -156,3 +158,42 @@ def test_of_equal_largest_the_first_is_predicted():
     argmax = torch.empty(ROWS, dtype=torch.int64)
     row_losses_triton.statistics(logits, None, None, None, None, None, argmax, 1.0, 0.0, BLOCKS)
     assert argmax.tolist() == [0, 70, 2, 0, 0]
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Operators run the kernels, over several chunks."""
+    monkeypatch.setattr(row_losses, "runs_triton", lambda tensor: True)
+    monkeypatch.setitem(loss_chunks.LIMITS, "cpu", SMALL_CHUNKS)
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("how", [{}, {"reduction": "sum", "smoothing": 0.1}, {"class_weight": True}], ids=str)
+def test_linear_cross_entropy(kernels, head, how):
+    head = Head.random(dtype=torch.float32, **HEADS[head])
+    how = {**how, "class_weight": torch.rand(70)} if "class_weight" in how else how
+    exact = head.to(torch.float64)
+    loss, predictions, _ = head.fused(torch.float32, predictions=True, **how)
+    expected = exact.eager(torch.float64, **how)
+    assert relative_error(loss, expected) < 1e-6
+    assert torch.equal(predictions, exact.scores().argmax(1))
+    for value, reference in zip(head.gradients(loss, 3.0), exact.gradients(expected, 3.0), strict=True):
+        assert relative_error(value, reference) < 3e-6
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("wants", [[True] * 5, [False, True, False, False, False], [False, False, False, True, False]])
+def test_linear_row_statistics(kernels, head, wants):
+    head = Head.random(dtype=torch.float32, **HEADS[head])
+    exact = head.to(torch.float64)
+
+    def run(head):
+        arguments = (head.rows, head.weights, head.bias, head.target, head.scale, head.softcap, head.rows[0].dtype)
+        results = glue.linear_row_statistics(*arguments, wants)
+        total = sum((result * torch.sin(torch.arange(len(result)))).sum() for result in results[:4])
+        return results, head.gradients(total)
+
+    found = run(head)
+    for value, reference in zip(map(list, found), map(list, run(exact)), strict=True):
+        for one, other in zip(value, reference, strict=True):
+            assert relative_error(one, other) < 3e-6

@@ -305,6 +305,13 @@ def test_wrong_arguments_are_value_errors():
             run(**changed)
 
 
+def test_a_class_weight_that_requires_a_gradient_is_an_error():
+    head, weight = Head.random(), torch.rand(70, dtype=torch.float64)
+    head.fused(torch.float64, class_weight=weight)
+    with pytest.raises(ValueError, match="class_weight has no gradient"):
+        head.fused(torch.float64, class_weight=weight.requires_grad_())
+
+
 @pytest.mark.parametrize("in_forward", [True, False])
 def test_opcheck(device, in_forward):
     head = Head.random(device, torch.float32, widths=(12, 3), bias=True)
