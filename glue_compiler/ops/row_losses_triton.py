@@ -35,6 +35,11 @@ class RowBlocks:
 BLOCKS = RowBlocks(8192, 16)
 
 
+def _dense(vector: Tensor | None) -> Tensor | None:
+    """As kernels read it: a gradient of a sum, say, is one number that is expanded."""
+    return None if vector is None else vector.contiguous()
+
+
 @triton.jit
 def _scores(x, scale, softcap, SCALED: tl.constexpr, CAPPED: tl.constexpr):
     """Scores, and what their gradient is multiplied with for that of ``x``, but for a constant."""
@@ -264,13 +269,13 @@ def cross_entropy(
 
     Args:
         logits: 16-bit or float32 ``[rows, V]``, dense rows. The columns up to its stride may be written.
-        target: int64 ``[rows]``. nll, spread, losses: float32 ``[rows]``. factor: float32, one element.
-        predictions: int64 ``[rows]`` or None.
+        target: int64 ``[rows]``. nll, spread: float32 ``[rows]``. factor: float32, one element.
+        losses: float32 ``[rows]``, dense, as predictions are: int64 ``[rows]`` or None.
     """
     blocks = blocks.fitting(logits.shape[1])
     _cross_entropy_kernel[(logits.shape[0],)](
-        logits, target, nll, spread, factor, losses, predictions, logits.shape[1], logits.stride(0),
-        scale, softcap, scale * (softcap or 1.0),
+        logits, _dense(target), _dense(nll), _dense(spread), factor, losses, predictions,
+        logits.shape[1], logits.stride(0), scale, softcap, scale * (softcap or 1.0),
         SCALED=scale != 1.0, CAPPED=softcap != 0.0, SPREAD=spread is not None, PREDICTS=predictions is not None,
         GRADIENT=gradient, BLOCK=blocks.columns, num_warps=blocks.warps,
     )  # fmt: skip
@@ -291,7 +296,7 @@ def statistics(
     """Writes the statistics of ``row_losses.RowStatistics`` that are not None, each ``[rows]``, in float32."""
     blocks = blocks.fitting(logits.shape[1])
     _statistics_kernel[(logits.shape[0],)](
-        logits, target, logsumexp, target_logit, total, entropy, argmax, logits.shape[1], logits.stride(0),
+        logits, _dense(target), logsumexp, target_logit, total, entropy, argmax, logits.shape[1], logits.stride(0),
         scale, softcap,
         SCALED=scale != 1.0, CAPPED=softcap != 0.0, LOGSUMEXP=logsumexp is not None, TARGET=target_logit is not None,
         SUM=total is not None, ENTROPY=entropy is not None, ARGMAX=argmax is not None,
@@ -317,8 +322,9 @@ def statistics_gradient(
     is read.
     """
     blocks = blocks.fitting(logits.shape[1])
+    vectors = (_dense(each) for each in (target, logsumexp, shares, of_target, of_sum, of_entropy))
     _statistics_gradient_kernel[(logits.shape[0],)](
-        logits, target, logsumexp, shares, of_target, of_sum, of_entropy, logits.shape[1], logits.stride(0),
+        logits, *vectors, logits.shape[1], logits.stride(0),
         scale, softcap, scale * (softcap or 1.0),
         SCALED=scale != 1.0, CAPPED=softcap != 0.0, SHARES=logsumexp is not None, TARGET=of_target is not None,
         SUM=of_sum is not None, ENTROPY=of_entropy is not None, BLOCK=blocks.columns, num_warps=blocks.warps,

@@ -66,6 +66,24 @@ def test_cross_entropy(width, scale, softcap, smoothing):
     assert torch.equal(predictions, scores_of(leaf, scale, softcap).argmax(1))
 
 
+def test_targets_and_upstream_gradients_may_have_any_strides():
+    target = torch.randint(130, (2 * ROWS,))[::2]
+    one = torch.full((1,), 0.5).expand(ROWS)
+    losses, logits = torch.empty(ROWS), logits_of(130)
+    leaf = logits.double().requires_grad_()
+    expected = F.cross_entropy(leaf, target, reduction="none")
+    row_losses_triton.cross_entropy(
+        logits.clone(), target, one, None, torch.ones(()), losses, None, 1.0, 0.0, True, BLOCKS
+    )
+    close(losses, expected / 2)
+    (grad,) = torch.autograd.grad(
+        (leaf.logsumexp(1) + leaf.gather(1, target[:, None])[:, 0] + leaf.sum(1)).sum() / 2, leaf
+    )
+    sums = leaf.detach().logsumexp(1).float().repeat_interleave(2)[::2]
+    row_losses_triton.statistics_gradient(logits, target, sums, one, one, one, None, 1.0, 0.0, BLOCKS)
+    close(logits, grad)
+
+
 def test_without_a_gradient_the_logits_stay_and_ignored_rows_are_not_read():
     logits, target = logits_of(130), torch.tensor([3, -100, 0, 129, 64])
     logits[1] = float("nan")
