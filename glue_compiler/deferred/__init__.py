@@ -1,0 +1,1 @@
+"""Logits that are not made until somebody reads them."""

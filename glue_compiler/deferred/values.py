@@ -1,0 +1,182 @@
+"""Logits as memory that does not exist yet: which rows a view of it holds, and the values once they are computed."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from glue_compiler.deferred.head import Head
+from glue_compiler.deferred.operands import Watched
+from glue_compiler.deferred.streams import StreamOrder
+
+CHUNK_BYTES = 256 << 20
+"""Of logits that are alive at a time where only a number by row is wanted of them."""
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """A strided view of contiguous logits, in numbers of the logits' memory."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Geometry:
+        return cls(tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset()))
+
+    def in_rows(self, words: int) -> Geometry | None:
+        """The same with a row for a number, without the last dimension; None if it is not a view of whole rows."""
+        if not self.size or self.size[-1] != words or words < 2 or self.stride[-1] != 1 or self.offset % words:
+            return None
+        strides = [0 if size == 1 else stride for size, stride in zip(self.size[:-1], self.stride[:-1], strict=True)]
+        if any(stride % words for stride in strides):
+            return None
+        return Geometry(self.size[:-1], tuple(stride // words for stride in strides), self.offset // words)
+
+
+class Memory:
+    """The logits that one root and all its views share; contiguous.
+
+    Args:
+        rows: ``[*lead, K_k]`` for each term of ``head``, without history.
+        watched: what has to be as it was when ``rows`` and weights are used.
+    """
+
+    def __init__(
+        self,
+        head: Head,
+        rows: Sequence[Tensor],
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor],
+        watched: tuple[Watched, ...],
+        order: StreamOrder,
+    ) -> None:
+        self.head, self.weights, self.biases = head, tuple(weights), tuple(biases)
+        self.rows: tuple[Tensor, ...] = tuple(rows)
+        self.watched, self.order = watched, order
+        self.words = int(weights[0].shape[0])
+        self.size = (*rows[0].shape[:-1], self.words)
+        self.dtype, self.device = head.dtype(rows, weights), rows[0].device
+        self.lock = threading.RLock()
+        self._values: Tensor | None = None
+
+    @property
+    def exists(self) -> bool:
+        return self._values is not None
+
+    def values(self) -> Tensor:
+        """All of it: the memory that views share from now on."""
+        with self.lock:
+            if self._values is None:
+                self._values = self.compute(self.rows)
+                self.rows = self.weights = self.biases = self.watched = ()
+        self.order.wait(self._values)
+        return self._values
+
+    def compute(self, rows: Sequence[Tensor]) -> Tensor:
+        """The logits of ``rows``, contiguous; on the stream where the rows were made."""
+        for each in self.watched:
+            each.check()
+        # An inference tensor could not be saved for backward later.
+        with self.order.computing(), torch.inference_mode(False), torch.no_grad():
+            return self.head.logits(rows, self.weights, self.biases).contiguous()
+
+    def derived(self, head: Head, rows: Sequence[Tensor]) -> Memory:
+        """Other logits, from rows of these."""
+        return Memory(head, rows, self.weights, self.biases, self.watched, self.order)
+
+
+class View:
+    """What a deferred tensor and its aliases (``detach``) look at: a part of a memory, in whole rows."""
+
+    def __init__(self, memory: Memory, geometry: Geometry, rows: Geometry | None = None) -> None:
+        """``rows``: ``geometry.in_rows``; None for the whole memory."""
+        self.memory, self.geometry = memory, geometry
+        self._rows = rows
+        self._own: Tensor | None = None
+
+    @classmethod
+    def whole(cls, memory: Memory) -> View:
+        stride = [1]
+        for size in reversed(memory.size[1:]):
+            stride.append(stride[-1] * max(size, 1))
+        return cls(memory, Geometry(memory.size, tuple(reversed(stride)), 0))
+
+    @property
+    def is_computed(self) -> bool:
+        return self.memory.exists or self._own is not None
+
+    def shared(self) -> Tensor:
+        """The values as a view of the memory: writes are seen by all views, and theirs here."""
+        values, it = self.memory.values(), self.geometry
+        return values.as_strided(it.size, it.stride, it.offset)
+
+    def values(self) -> Tensor:
+        """To be read only: computed for the rows of this view alone if nobody has asked for all."""
+        memory = self.memory
+        with memory.lock:
+            if memory.exists or self._rows is None:
+                return self.shared()
+            if self._own is None:
+                self._own = self._compute_rows(self._rows)
+        memory.order.wait(self._own)
+        return self._own
+
+    def rows(self) -> tuple[Tensor, ...]:
+        """The hidden states of this view: one for each term, ``[*lead, K_k]``."""
+        return tuple(self._picked(row, self._rows) for row in self.memory.rows)
+
+    def shadow(self) -> Tensor:
+        """A tensor on no device that looks like it: views of it tell what views of this one are."""
+        it, memory = self.geometry, self.memory
+        whole = torch.empty(memory.size, dtype=memory.dtype, device="meta")
+        return whole if self._rows is None else whole.as_strided(it.size, it.stride, it.offset)
+
+    def by_chunks(self, reduce: Callable[[Tensor], Sequence[Tensor]]) -> list[Tensor] | None:
+        """What ``reduce`` makes of logits ``[n, V]``, ``[n, ...]`` each, for chunks of rows whose logits are not kept.
+
+        The results are ``[*lead, ...]``; None if it is computed already, or so small that it is better kept.
+        """
+        memory = self.memory
+        lead = self.geometry.size[:-1]
+        row_bytes = memory.words * memory.dtype.itemsize
+        chunk = max(1, CHUNK_BYTES // row_bytes)
+        if self.is_computed or math.prod(lead) <= chunk or not memory.order.is_here():
+            return None
+        rows = [row.reshape(-1, row.shape[-1]) for row in self.rows()]
+        parts = [reduce(memory.compute(pieces)) for pieces in zip(*(row.split(chunk) for row in rows), strict=True)]
+        return [torch.cat(part).unflatten(0, lead) for part in zip(*parts, strict=True)]
+
+    def _compute_rows(self, rows: Geometry) -> Tensor:
+        """As eager has the order of dimensions in memory, so that a view of a result works where it works there."""
+        order = sorted(range(len(rows.size)), key=lambda dim: -rows.stride[dim] if rows.stride[dim] else -math.inf)
+        repeated = [dim for dim in range(len(rows.size)) if rows.stride[dim] == 0 and rows.size[dim] > 1]
+        single = Geometry(
+            tuple(1 if dim in repeated else rows.size[dim] for dim in order),
+            tuple(rows.stride[dim] for dim in order),
+            rows.offset,
+        )
+        computed = self.memory.compute([self._picked(row, single) for row in self.memory.rows])
+        back = [order.index(dim) for dim in range(len(order))]
+        return computed.permute(*back, -1).expand(self.geometry.size)
+
+    @staticmethod
+    def _picked(row: Tensor, rows: Geometry | None) -> Tensor:
+        if rows is None:
+            return row
+        width = row.shape[-1]
+        row = row.contiguous()
+        stride = (*(stride * width for stride in rows.stride), 1)
+        return row.as_strided((*rows.size, width), stride, row.storage_offset() + rows.offset * width)
+
+
+def copy_of(view: View, head: Head) -> Any:
+    """A memory of its own with the rows of ``view``."""
+    return view.memory.derived(head, view.rows())
