@@ -1,4 +1,4 @@
-"""Tensor subclasses that hold no memory. The parts used here are the same in torch 2.11 to 2.15."""
+"""Tensor subclasses that hold no memory. What is private here is the same in torch 2.11 to 2.15, but for one part."""
 
 from __future__ import annotations
 
@@ -23,6 +23,19 @@ def make(
     device: torch.device,
 ) -> WrapperT:
     """A tensor of this class, with a shape and no values."""
-    return Tensor._make_wrapper_subclass(
+    tensor = Tensor._make_wrapper_subclass(
         cls, size, strides=stride, storage_offset=offset, dtype=dtype, device=device, requires_grad=False
     )
+    # A kernel that is given the tensor past the dispatcher must not run with its address, which is zero.
+    if hasattr(torch._C, "_set_storage_data_ptr_access_error_msg"):
+        storage = Tensor.untyped_storage(tensor)
+        torch._C._set_storage_data_ptr_access_error_msg(storage._cdata, _NO_MEMORY)
+    else:  # 2.11
+        torch._C._set_throw_on_mutable_data_ptr(tensor)
+    return tensor
+
+
+_NO_MEMORY = (
+    "deferred logits have no memory of their own, and something asked for its address. Pass on `logits + 0`, or "
+    'compile with options={"logits": "kept"}.'
+)

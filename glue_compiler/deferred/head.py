@@ -29,10 +29,10 @@ class Term:
 
 @dataclass(frozen=True)
 class Step:
-    """What is done to the sum of the terms, number by number: ``factor`` is of a product or quotient, ``dtype`` of a cast."""
+    """What is done to each number of the sum: ``factor`` belongs to a product or quotient, ``dtype`` to a cast."""
 
     kind: Literal["multiply", "divide", "tanh", "cast"]
-    factor: float | None = None
+    factor: float = 1.0
     dtype: torch.dtype | None = None
 
 

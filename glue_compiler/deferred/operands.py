@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from glue_compiler.errors import GlueDeferredError
+
+Role = Literal["hidden state", "weight", "bias"]
 
 _SAMPLE = 256
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -19,11 +22,15 @@ class Watched:
     A weight is sampled, too: memory is also written past the version counter (``.data``, FSDP's gathered parameters).
     """
 
-    def __init__(self, tensor: Tensor, role: str) -> None:
+    def __init__(self, tensor: Tensor, role: Role) -> None:
         self.tensor = tensor.detach()  # shares the version counter
         self._role = role
         self._version = tensor._version
         self._sample = _sample(self.tensor) if role == "weight" else None
+
+    @property
+    def is_row(self) -> bool:
+        return self._role == "hidden state"
 
     def check(self) -> None:
         """Raises if it is not what it was."""
@@ -47,7 +54,7 @@ class Watched:
 
 
 def watch(rows: Sequence[Tensor], weights: Sequence[Tensor], biases: Sequence[Tensor]) -> tuple[Watched, ...]:
-    named = (("hidden state", rows), ("weight", weights), ("bias", biases))
+    named: tuple[tuple[Role, Sequence[Tensor]], ...] = (("hidden state", rows), ("weight", weights), ("bias", biases))
     return tuple(Watched(tensor, role) for role, tensors in named for tensor in tensors)
 
 

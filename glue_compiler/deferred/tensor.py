@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import enum
-import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from glue_compiler.compat import runtime, wrapper_tensors
-from glue_compiler.deferred.head import Head, Step
+from glue_compiler.deferred import rules
+from glue_compiler.deferred.head import Head
 from glue_compiler.deferred.operands import watch
+from glue_compiler.deferred.plain import PlainMethods, send_between_processes
 from glue_compiler.deferred.streams import StreamOrder
-from glue_compiler.deferred.values import Geometry, Memory, View
+from glue_compiler.deferred.values import Memory, View
 from glue_compiler.errors import GlueDeferredError
-
-aten = torch.ops.aten
 
 
 def defer(head: Head, rows: Sequence[Tensor], weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> Tensor:
@@ -58,7 +56,7 @@ class _Defer(torch.autograd.Function):
         return _root(head, operands[:terms], operands[terms : 2 * terms], operands[2 * terms :])
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor | None) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor | None) -> Any:
         if gradient is None:
             return (None,) * len(ctx.needs_input_grad)
         operands, terms = ctx.saved_tensors, ctx.terms
@@ -66,25 +64,33 @@ class _Defer(torch.autograd.Function):
         return None, None, *ctx.head.gradients(gradient, *split, ctx.needs_input_grad[2:])
 
 
-class DeferredTensor(Tensor):
+class DeferredTensor(PlainMethods):
     """Looks like logits from the start; :class:`~glue_compiler.deferred.values.View` says what it stands for.
 
     Operators that pick rows, cast, copy or detach give deferred tensors, all others compute the values and give plain
     ones. What does not pass the dispatcher (``numpy``, pickling, memory addresses) acts on a plain tensor.
     """
 
-    _deferred: View
-
     __torch_function__ = wrapper_tensors.NO_TORCH_FUNCTION
 
     @classmethod
     @torch.compiler.disable
-    def __torch_dispatch__(  # type: ignore[override]
+    def __torch_dispatch__(
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        result = _stay_deferred(func, args, kwargs)
-        return _compute(func, args, kwargs) if result is NotImplemented else result
+        if args and isinstance(args[0], DeferredTensor):
+            result = rules.apply(args[0]._deferred, func, args[1:], kwargs)
+            if isinstance(result, View):
+                return _tensor_of(result)
+            if isinstance(result, list):
+                return [_tensor_of(view) for view in result]
+            if result is not NotImplemented:
+                return result
+        return _compute(func, args, kwargs)
+
+
+send_between_processes(DeferredTensor)
 
 
 def _tensor_of(view: View) -> DeferredTensor:
@@ -94,103 +100,31 @@ def _tensor_of(view: View) -> DeferredTensor:
     return tensor
 
 
-class _Kind(enum.Enum):
-    """What an operator does to memory, as its schema says."""
-
-    READ = enum.auto()
-    VIEW = enum.auto()
-    WRITE = enum.auto()
-    RESHAPE_IN_PLACE = enum.auto()
-
-
-@functools.cache
-def _kind(func: Any) -> _Kind:
-    if not isinstance(func, torch._ops.OpOverload):
-        return _Kind.WRITE  # a higher-order operator may do anything
-    infos = [a.alias_info for a in func._schema.arguments if a.alias_info is not None]
-    if torch.Tag.inplace_view in func.tags:
-        return _Kind.RESHAPE_IN_PLACE
-    if any(info.is_write for info in infos):
-        return _Kind.WRITE
-    return _Kind.VIEW if infos or func is aten._unsafe_view.default else _Kind.READ
-
-
-def _stay_deferred(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The result, if it can be given without the values; else NotImplemented."""
-    if not args or not isinstance(args[0], DeferredTensor) or args[0]._deferred.memory.exists:
-        return NotImplemented
-    view = args[0]._deferred
-    if _kind(func) is _Kind.VIEW:
-        return _view(view, func, args[1:], kwargs)
-    rule = _RULES.get(func)
-    return NotImplemented if rule is None else rule(view, func, args[1:], kwargs)
-
-
-def _view(view: View, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    shadows = func(view.shadow(), *args, **kwargs)
-    several = isinstance(shadows, (list, tuple))
-    views = [_part(view, shadow) for shadow in (shadows if several else (shadows,))]
-    if any(each is None for each in views):
-        return NotImplemented
-    tensors = [_tensor_of(each) for each in views if each is not None]
-    return tensors if several else tensors[0]
-
-
-def _part(view: View, shadow: Tensor) -> View | None:
-    geometry, memory = Geometry.of(shadow), view.memory
-    if shadow.dtype != memory.dtype:
-        return None
-    if geometry == view.geometry:
-        return view  # values that one of the two has computed are there for both
-    rows = geometry.in_rows(memory.words)
-    return None if rows is None else View(memory, geometry, rows)
-
-
-def _copy(view: View, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """``clone`` and ``_to_copy``: logits of their own, of the same rows."""
-    memory = view.memory
-    kwargs = dict(kwargs)
-    dtype = kwargs.get("dtype") or memory.dtype
-    if view.is_computed or not dtype.is_floating_point or kwargs.pop("device", None) not in (None, memory.device):
-        return NotImplemented
-    if kwargs.pop("pin_memory", None) or kwargs.pop("layout", None) not in (None, torch.strided):
-        return NotImplemented
-    shadow = func(view.shadow(), *args, **kwargs)
-    if not shadow.is_contiguous():
-        return NotImplemented
-    head = memory.head
-    if dtype != memory.dtype:
-        head = Head(head.terms, (*head.steps, Step("cast", dtype=dtype)))
-    return _tensor_of(View.whole(memory.derived(head, view.rows())))
-
-
-_Rule = Callable[[View, Any, tuple[Any, ...], Mapping[str, Any]], Any]
-_RULES: dict[Any, _Rule] = {aten.clone.default: _copy, aten._to_copy.default: _copy}
-
-
 def _compute(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Run ``func`` on the values."""
-    kind = _kind(func)
-    if kind is _Kind.RESHAPE_IN_PLACE:
+    kind = rules.kind(func)
+    if kind is rules.Kind.RESHAPE_IN_PLACE:
         raise GlueDeferredError(
             f"{func} would change the shape of deferred logits in place. Use the operator that returns a view, "
             'or compile with options={"logits": "kept"}.'
         )
-    shares = kind is not _Kind.READ
     given: dict[int, DeferredTensor] = {}
 
     def plain(value: Any) -> Any:
         if isinstance(value, DeferredTensor):
-            values = value._deferred.shared() if shares else value._deferred.values()
+            view = value._deferred
+            values = view.values() if kind is rules.Kind.READ else view.shared()
             given[id(values)] = value
             return values
-        if isinstance(value, (list, tuple)):
+        if type(value) in (list, tuple):
             return type(value)(plain(item) for item in value)
+        if type(value) is dict:
+            return {name: plain(item) for name, item in value.items()}
         return value
 
     plain_args, plain_kwargs = plain(args), {name: plain(value) for name, value in kwargs.items()}
     result = func(*plain_args, **plain_kwargs)
-    if kind is not _Kind.WRITE:
+    if kind is not rules.Kind.WRITE:
         return result
     # An operator that writes returns what it wrote to.
     if isinstance(result, (list, tuple)):

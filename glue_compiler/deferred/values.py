@@ -6,7 +6,6 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -88,9 +87,22 @@ class Memory:
         with self.order.computing(), torch.inference_mode(False), torch.no_grad():
             return self.head.logits(rows, self.weights, self.biases).contiguous()
 
-    def derived(self, head: Head, rows: Sequence[Tensor]) -> Memory:
-        """Other logits, from rows of these."""
-        return Memory(head, rows, self.weights, self.biases, self.watched, self.order)
+    def contiguous(self, row: Tensor) -> Tensor:
+        if row.is_contiguous():
+            return row
+        with self.order.computing():
+            return row.contiguous()
+
+    def derived(self, head: Head, rows: Sequence[Tensor], are_copies: bool = False) -> Memory:
+        """Other logits, from rows of these: views of them, or ``are_copies``."""
+        watched = tuple(each for each in self.watched if not (are_copies and each.is_row))
+        return Memory(head, rows, self.weights, self.biases, watched, self.order)
+
+    def check_rows(self) -> None:
+        """Raises if the hidden states are not what they were."""
+        for each in self.watched:
+            if each.is_row:
+                each.check()
 
 
 class View:
@@ -131,7 +143,7 @@ class View:
 
     def rows(self) -> tuple[Tensor, ...]:
         """The hidden states of this view: one for each term, ``[*lead, K_k]``."""
-        return tuple(self._picked(row, self._rows) for row in self.memory.rows)
+        return self._pick(self._rows)
 
     def shadow(self) -> Tensor:
         """A tensor on no device that looks like it: views of it tell what views of this one are."""
@@ -163,20 +175,18 @@ class View:
             tuple(rows.stride[dim] for dim in order),
             rows.offset,
         )
-        computed = self.memory.compute([self._picked(row, single) for row in self.memory.rows])
+        computed = self.memory.compute(self._pick(single))
         back = [order.index(dim) for dim in range(len(order))]
         return computed.permute(*back, -1).expand(self.geometry.size)
 
-    @staticmethod
-    def _picked(row: Tensor, rows: Geometry | None) -> Tensor:
+    def _pick(self, rows: Geometry | None) -> tuple[Tensor, ...]:
+        memory = self.memory
         if rows is None:
-            return row
-        width = row.shape[-1]
-        row = row.contiguous()
-        stride = (*(stride * width for stride in rows.stride), 1)
-        return row.as_strided((*rows.size, width), stride, row.storage_offset() + rows.offset * width)
+            return memory.rows
+        return tuple(_as_strided(memory.contiguous(row), rows) for row in memory.rows)
 
 
-def copy_of(view: View, head: Head) -> Any:
-    """A memory of its own with the rows of ``view``."""
-    return view.memory.derived(head, view.rows())
+def _as_strided(row: Tensor, rows: Geometry) -> Tensor:
+    width = row.shape[-1]
+    stride = (*(stride * width for stride in rows.stride), 1)
+    return row.as_strided((*rows.size, width), stride, row.storage_offset() + rows.offset * width)
