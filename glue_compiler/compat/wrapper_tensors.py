@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 WrapperT = TypeVar("WrapperT", bound=Tensor)
 
@@ -18,7 +20,7 @@ def make(
     cls: type[WrapperT],
     size: Sequence[int],
     stride: Sequence[int],
-    offset: int,
+    offset: int | torch.SymInt,
     dtype: torch.dtype,
     device: torch.device,
 ) -> WrapperT:
@@ -39,3 +41,13 @@ _NO_MEMORY = (
     "deferred logits have no memory of their own, and something asked for its address. Pass on `logits + 0`, or "
     'compile with options={"logits": "kept"}.'
 )
+
+
+def in_compile() -> bool:
+    """Does Dynamo or AOTAutograd trace something in this thread?"""
+    return torch._guards.TracingContext.try_get() is not None
+
+
+def out_of_modes() -> AbstractContextManager[Any]:
+    """Without the dispatch modes (fake tensors, tracing) that are active in this thread."""
+    return _disable_current_modes()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
+from glue_compiler.compat import wrapper_tensors
 from glue_compiler.deferred.values import View
 from glue_compiler.errors import GlueDeferredError
 
@@ -50,12 +51,16 @@ class PlainMethods(Tensor):
         return self._deferred.shared().data_ptr()
 
     def untyped_storage(self) -> torch.UntypedStorage:
+        if wrapper_tensors.in_compile():
+            return super().untyped_storage()  # to a tracer, the memory of the values is the inner tensor's
         return self._deferred.shared().untyped_storage()
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
         return self.plain().__dlpack__(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        if wrapper_tensors.in_compile():
+            return _same, (self._deferred.values_to_trace(),)  # for the keys of torch's caches
         return self.plain().__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -81,6 +86,10 @@ class PlainMethods(Tensor):
             "deferred logits cannot be given other data. Write into them (logits.copy_(...)), or compile with "
             'options={"logits": "kept"}.'
         )
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def reduce_for_processes(tensor: PlainMethods) -> Any:

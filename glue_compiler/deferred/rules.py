@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from glue_compiler.deferred.head import Head, Step
-from glue_compiler.deferred.values import Geometry, Memory, View
+from glue_compiler.deferred.values import Geometry, Given, Memory, View
 
 aten = torch.ops.aten
 
@@ -42,7 +42,7 @@ def apply(view: View, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any
     plain results; NotImplemented if it takes all values.
     """
     rule = _RULES.get(func) or (_view if kind(func) is Kind.VIEW else None)
-    if rule is None:
+    if rule is None or isinstance(view, Given):
         return NotImplemented
     with view.memory.lock:
         if view.memory.exists:

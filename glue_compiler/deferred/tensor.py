@@ -14,7 +14,7 @@ from glue_compiler.deferred.head import Head
 from glue_compiler.deferred.operands import watch
 from glue_compiler.deferred.plain import PlainMethods, send_between_processes
 from glue_compiler.deferred.streams import StreamOrder
-from glue_compiler.deferred.values import Memory, View
+from glue_compiler.deferred.values import Given, Memory, View
 from glue_compiler.errors import GlueDeferredError
 
 
@@ -89,6 +89,24 @@ class DeferredTensor(PlainMethods):
                 return result
         return _compute(func, args, kwargs)
 
+    # torch.compile traces a tensor of this class around its values, which are computed before that.
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["values_to_trace"], None
+
+    @property
+    def values_to_trace(self) -> Tensor:
+        return self._deferred.values_to_trace()
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Mapping[str, Tensor], context: None, size: Any, stride: Any) -> DeferredTensor:
+        return _around(inner["values_to_trace"])
+
+    def _stable_hash_for_caching(self) -> str:
+        inner = self.values_to_trace
+        metadata = inner.size(), inner.stride(), inner.storage_offset(), inner.dtype, inner.device, self.requires_grad
+        return f"{type(self).__qualname__} {metadata}"
+
 
 send_between_processes(DeferredTensor)
 
@@ -97,6 +115,13 @@ def _tensor_of(view: View) -> DeferredTensor:
     memory, it = view.memory, view.geometry
     tensor = wrapper_tensors.make(DeferredTensor, it.size, it.stride, it.offset, memory.dtype, memory.device)
     tensor._deferred = view
+    return tensor
+
+
+def _around(values: Tensor) -> DeferredTensor:
+    size, stride, offset = values.size(), values.stride(), values.storage_offset()
+    tensor = wrapper_tensors.make(DeferredTensor, size, stride, offset, values.dtype, values.device)
+    tensor._deferred = Given(values)
     return tensor
 
 
@@ -124,6 +149,9 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
 
     plain_args, plain_kwargs = plain(args), {name: plain(value) for name, value in kwargs.items()}
     result = func(*plain_args, **plain_kwargs)
+    if kind is rules.Kind.VIEW and isinstance(args[0], DeferredTensor) and isinstance(args[0]._deferred, Given):
+        # Tracers make what they trace by views of it, and expect this class.
+        return _around(result) if isinstance(result, Tensor) else [_around(each) for each in result]
     if kind is not rules.Kind.WRITE:
         return result
     # An operator that writes returns what it wrote to.

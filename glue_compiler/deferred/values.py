@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from glue_compiler.compat import wrapper_tensors
 from glue_compiler.deferred.head import Head
 from glue_compiler.deferred.operands import Watched
 from glue_compiler.deferred.streams import StreamOrder
@@ -113,6 +114,7 @@ class View:
         self.memory, self.geometry = memory, geometry
         self._rows = rows
         self._own: Tensor | None = None
+        self._traced: Tensor | None = None
 
     @classmethod
     def whole(cls, memory: Memory) -> View:
@@ -129,6 +131,14 @@ class View:
         """The values as a view of the memory: writes are seen by all views, and theirs here."""
         values, it = self.memory.values(), self.geometry
         return values.as_strided(it.size, it.stride, it.offset)
+
+    def values_to_trace(self) -> Tensor:
+        """The same tensor each time: tracers compare identities."""
+        with self.memory.lock:
+            if self._traced is None:
+                with wrapper_tensors.out_of_modes():
+                    self._traced = self.shared()
+            return self._traced
 
     def values(self) -> Tensor:
         """To be read only: computed for the rows of this view alone if nobody has asked for all."""
@@ -190,3 +200,19 @@ def _as_strided(row: Tensor, rows: Geometry) -> Tensor:
     width = row.shape[-1]
     stride = (*(stride * width for stride in rows.stride), 1)
     return row.as_strided((*rows.size, width), stride, row.storage_offset() + rows.offset * width)
+
+
+class Given(View):
+    """Values that are there, as a tracer has them (fake ones) or as its graph returns them."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._given = values
+
+    def shared(self) -> Tensor:
+        return torch.ops.aten.alias(self._given)
+
+    def values(self) -> Tensor:
+        return self.shared()
+
+    def values_to_trace(self) -> Tensor:
+        return self._given
