@@ -178,8 +178,8 @@ class View:
 
     def _compute_rows(self, rows: Geometry) -> Tensor:
         """As eager has the order of dimensions in memory, so that a view of a result works where it works there."""
-        order = sorted(range(len(rows.size)), key=lambda dim: -rows.stride[dim] if rows.stride[dim] else -math.inf)
-        repeated = [dim for dim in range(len(rows.size)) if rows.stride[dim] == 0 and rows.size[dim] > 1]
+        repeated = {dim for dim, stride in enumerate(rows.stride) if stride == 0 and rows.size[dim] > 1}
+        order = sorted(range(len(rows.size)), key=lambda dim: (dim not in repeated, -self.geometry.stride[dim]))
         single = Geometry(
             tuple(1 if dim in repeated else rows.size[dim] for dim in order),
             tuple(rows.stride[dim] for dim in order),
