@@ -51,3 +51,13 @@ def in_compile() -> bool:
 def out_of_modes() -> AbstractContextManager[Any]:
     """Without the dispatch modes (fake tensors, tracing) that are active in this thread."""
     return _disable_current_modes()
+
+
+def counts_writes(operator: Any) -> bool:
+    """Does autograd count this operator's writes for the tensors that it is given?
+
+    Else it leaves that to the operators which do the work, as it does for ``_foreach`` ones and fused optimizers.
+    """
+    if not isinstance(operator, torch._ops.OpOverload):
+        return True
+    return operator.has_kernel_for_dispatch_key(torch._C.DispatchKey.ADInplaceOrView)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -66,16 +65,7 @@ def defer_outputs(call: Callable[..., Any], deferred: Sequence[DeferredOutput]) 
             results[each.position] = defer(each.head, find(each.rows), find(each.weights), find(each.biases))
         return tuple(results)
 
-    if getattr(call, "_boxed_call", False):  # it empties the list of its inputs
-
-        @functools.wraps(call)
-        def run_boxed(inputs: list[Any]) -> tuple[Any, ...]:
-            kept = {position: inputs[position] for position in used}
-            return finish(kept, call(inputs))
-
-        return run_boxed
-
-    @functools.wraps(call)
+    # No attribute of `call` goes with it: what it can be saved as knows nothing of deferred outputs.
     def run(*inputs: Any) -> tuple[Any, ...]:
         return finish({position: inputs[position] for position in used}, call(*inputs))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import functools
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ aten = torch.ops.aten
 
 
 class Kind(enum.Enum):
-    """What an operator does to the memory of its operands, as its schema says."""
+    """What an operator does to the memory of an operand, as its schema says; of an operator: the most that it does."""
 
     READ = enum.auto()
     VIEW = enum.auto()
@@ -25,23 +26,44 @@ class Kind(enum.Enum):
     RESHAPE_IN_PLACE = enum.auto()
 
 
+@dataclass(frozen=True)
+class Uses:
+    """By argument, in the schema's order; ``kind`` is that of the operator, and of arguments that are not in it."""
+
+    kind: Kind
+    arguments: tuple[tuple[str, Kind], ...] = ()
+
+    def of_argument(self, index: int) -> Kind:
+        return self.arguments[index][1] if index < len(self.arguments) else self.kind
+
+    def of_keyword(self, name: str) -> Kind:
+        return dict(self.arguments).get(name, self.kind)
+
+
 @functools.cache
-def kind(func: Any) -> Kind:
+def uses(func: Any) -> Uses:
     if not isinstance(func, torch._ops.OpOverload):
-        return Kind.WRITE  # a higher-order operator may do anything
-    infos = [argument.alias_info for argument in func._schema.arguments if argument.alias_info is not None]
+        return Uses(Kind.WRITE)  # a higher-order operator may do anything
+    arguments = tuple((argument.name, _use(argument.alias_info)) for argument in func._schema.arguments)
+    if func is aten._unsafe_view.default:  # a view that is not called one
+        arguments = (("self", Kind.VIEW), *arguments[1:])
+    kinds = {kind for _, kind in arguments}
     if torch.Tag.inplace_view in func.tags:
-        return Kind.RESHAPE_IN_PLACE
-    if any(info.is_write for info in infos):
-        return Kind.WRITE
-    return Kind.VIEW if infos or func is aten._unsafe_view.default else Kind.READ
+        return Uses(Kind.RESHAPE_IN_PLACE, arguments)
+    return Uses(next((kind for kind in (Kind.WRITE, Kind.VIEW) if kind in kinds), Kind.READ), arguments)
+
+
+def _use(alias: Any) -> Kind:
+    if alias is None:
+        return Kind.READ
+    return Kind.WRITE if alias.is_write else Kind.VIEW
 
 
 def apply(view: View, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """What ``func(logits, *args, **kwargs)`` gives: a :class:`View` for logits that stay deferred, a list of them, or
     plain results; NotImplemented if it takes all values.
     """
-    rule = _RULES.get(func) or (_view if kind(func) is Kind.VIEW else None)
+    rule = _RULES.get(func) or (_view if uses(func).kind is Kind.VIEW else None)
     if rule is None or isinstance(view, Given):
         return NotImplemented
     with view.memory.lock:

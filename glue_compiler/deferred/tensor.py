@@ -127,34 +127,53 @@ def _around(values: Tensor) -> DeferredTensor:
 
 def _compute(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Run ``func`` on the values."""
-    kind = rules.kind(func)
-    if kind is rules.Kind.RESHAPE_IN_PLACE:
-        raise GlueDeferredError(
-            f"{func} would change the shape of deferred logits in place. Use the operator that returns a view, "
-            'or compile with options={"logits": "kept"}.'
-        )
-    given: dict[int, DeferredTensor] = {}
+    uses = rules.uses(func)
+    if uses.kind is rules.Kind.RESHAPE_IN_PLACE:
+        raise _other_shape(func)
+    written: dict[int, tuple[Tensor, DeferredTensor]] = {}
 
-    def plain(value: Any) -> Any:
+    def plain(value: Any, use: rules.Kind) -> Any:
         if isinstance(value, DeferredTensor):
-            view = value._deferred
-            values = view.values() if kind is rules.Kind.READ else view.shared()
-            given[id(values)] = value
+            values = value._deferred.values() if use is rules.Kind.READ else value._deferred.shared()
+            if use is rules.Kind.WRITE:
+                written[id(values)] = values, value
             return values
         if type(value) in (list, tuple):
-            return type(value)(plain(item) for item in value)
+            return type(value)(plain(item, use) for item in value)
         if type(value) is dict:
-            return {name: plain(item) for name, item in value.items()}
+            return {name: plain(item, use) for name, item in value.items()}
         return value
 
-    plain_args, plain_kwargs = plain(args), {name: plain(value) for name, value in kwargs.items()}
+    plain_args = [plain(value, uses.of_argument(index)) for index, value in enumerate(args)]
+    plain_kwargs = {name: plain(value, uses.of_keyword(name)) for name, value in kwargs.items()}
     result = func(*plain_args, **plain_kwargs)
-    if kind is rules.Kind.VIEW and isinstance(args[0], DeferredTensor) and isinstance(args[0]._deferred, Given):
+    if (
+        uses.kind is rules.Kind.VIEW
+        and args
+        and isinstance(args[0], DeferredTensor)
+        and isinstance(args[0]._deferred, Given)
+    ):
         # Tracers make what they trace by views of it, and expect this class.
         return _around(result) if isinstance(result, Tensor) else [_around(each) for each in result]
-    if kind is not rules.Kind.WRITE:
+    if not written:
         return result
+    for values, tensor in written.values():
+        if values.shape != tensor.shape:  # out= of another shape
+            raise _other_shape(func)
+        if not wrapper_tensors.counts_writes(func):
+            torch.autograd.graph.increment_version(tensor)
     # An operator that writes returns what it wrote to.
     if isinstance(result, (list, tuple)):
-        return type(result)(given.get(id(each), each) for each in result)
-    return given.get(id(result), result)
+        return type(result)(written[id(each)][1] if id(each) in written else each for each in result)
+    return written[id(result)][1] if id(result) in written else result
+
+
+def _is_traced(value: Any) -> bool:
+    return isinstance(value, DeferredTensor) and isinstance(value._deferred, Given)
+
+
+def _other_shape(func: Any) -> GlueDeferredError:
+    return GlueDeferredError(
+        f"{func} would change the shape of deferred logits in place. Use the operator that returns a new tensor or a "
+        'view, or compile with options={"logits": "kept"}.'
+    )
