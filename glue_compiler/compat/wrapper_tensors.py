@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 WrapperT = TypeVar("WrapperT", bound=Tensor)
@@ -61,3 +62,8 @@ def counts_writes(operator: Any) -> bool:
     if not isinstance(operator, torch._ops.OpOverload):
         return True
     return operator.has_kernel_for_dispatch_key(torch._C.DispatchKey.ADInplaceOrView)
+
+
+def is_functional(tensor: Tensor) -> bool:
+    """Is it of AOTAutograd's trace?"""
+    return isinstance(tensor, FunctionalTensor)

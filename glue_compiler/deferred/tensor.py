@@ -147,12 +147,7 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
     plain_args = [plain(value, uses.of_argument(index)) for index, value in enumerate(args)]
     plain_kwargs = {name: plain(value, uses.of_keyword(name)) for name, value in kwargs.items()}
     result = func(*plain_args, **plain_kwargs)
-    if (
-        uses.kind is rules.Kind.VIEW
-        and args
-        and isinstance(args[0], DeferredTensor)
-        and isinstance(args[0]._deferred, Given)
-    ):
+    if uses.kind is rules.Kind.VIEW and args and _makes_views(args[0]):
         # Tracers make what they trace by views of it, and expect this class.
         return _around(result) if isinstance(result, Tensor) else [_around(each) for each in result]
     if not written:
@@ -168,8 +163,11 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
     return written[id(result)][1] if id(result) in written else result
 
 
-def _is_traced(value: Any) -> bool:
-    return isinstance(value, DeferredTensor) and isinstance(value._deferred, Given)
+def _makes_views(value: Any) -> bool:
+    if not isinstance(value, DeferredTensor):
+        return False
+    view = value._deferred
+    return isinstance(view, Given) and view.makes_views
 
 
 def _other_shape(func: Any) -> GlueDeferredError:

@@ -203,16 +203,22 @@ def _as_strided(row: Tensor, rows: Geometry) -> Tensor:
 
 
 class Given(View):
-    """Values that are there, as a tracer has them (fake ones) or as its graph returns them."""
+    """Values that are there, as a tracer has them (fake ones) or as its graph returns them.
+
+    Attributes:
+        makes_views: are views of it of this class, too? Those are with which Dynamo makes its inputs, and not what
+            AOTAutograd's graph returns, which autograd would want gradients of this class for.
+    """
 
     def __init__(self, values: Tensor) -> None:
         self._given = values
+        self.makes_views = not wrapper_tensors.is_functional(values)
 
     def shared(self) -> Tensor:
-        return torch.ops.aten.alias(self._given)
+        return self._given
 
     def values(self) -> Tensor:
-        return self.shared()
+        return self._given
 
     def values_to_trace(self) -> Tensor:
         return self._given
