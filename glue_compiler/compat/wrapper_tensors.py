@@ -8,8 +8,20 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.utils._python_dispatch import _disable_current_modes
+
+from glue_compiler.compat.parts import ANY, Feature, Uses
+
+DEFERRED = Feature(
+    "deferral of logits",
+    {
+        "torch:Tensor._make_wrapper_subclass": ANY,
+        "torch._guards:TracingContext.try_get": ANY,
+        "torch._ops:OpOverload.has_kernel_for_dispatch_key": Uses(("self", "k")),
+        "torch._subclasses.functional_tensor:FunctionalTensor": ANY,
+        "torch.utils._python_dispatch:_disable_current_modes": ANY,
+    },
+)
+"""Without it no logits may be deferred."""
 
 WrapperT = TypeVar("WrapperT", bound=Tensor)
 
@@ -51,7 +63,7 @@ def in_compile() -> bool:
 
 def out_of_modes() -> AbstractContextManager[Any]:
     """Without the dispatch modes (fake tensors, tracing) that are active in this thread."""
-    return _disable_current_modes()
+    return torch.utils._python_dispatch._disable_current_modes()
 
 
 def counts_writes(operator: Any) -> bool:
@@ -66,4 +78,4 @@ def counts_writes(operator: Any) -> bool:
 
 def is_functional(tensor: Tensor) -> bool:
     """Is it of AOTAutograd's trace?"""
-    return isinstance(tensor, FunctionalTensor)
+    return isinstance(tensor, torch._subclasses.functional_tensor.FunctionalTensor)

@@ -122,7 +122,7 @@ def _pick(view: View, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any
         is_of_rows = sum(map(_indexed_dimensions, indices)) <= lead
     if not is_of_rows or any(type(index) not in (Tensor, type(None)) for index in indices):
         return NotImplemented
-    memory.check_rows()
+    memory.check(only_rows=True)
     with torch.inference_mode(False):
         rows = tuple(func(row, *args, **kwargs) for row in view.rows())
     return View.whole(memory.derived(memory.head, rows, are_copies=True))

@@ -24,6 +24,7 @@ def defer(head: Head, rows: Sequence[Tensor], weights: Sequence[Tensor], biases:
     if (
         torch.is_inference_mode_enabled()
         or runtime.in_transform()
+        or runtime.is_capturing()  # each replay has to make them anew
         or any(type(t) not in _PLAIN or t.is_inference() for t in operands)  # no version, or one of another's
     ):
         return head.logits(rows, weights, biases)

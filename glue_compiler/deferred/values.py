@@ -75,15 +75,14 @@ class Memory:
         """All of it: the memory that views share from now on."""
         with self.lock:
             if self._values is None:
+                self.check()
                 self._values = self.compute(self.rows)
                 self.rows = self.weights = self.biases = self.watched = ()
         self.order.wait(self._values)
         return self._values
 
     def compute(self, rows: Sequence[Tensor]) -> Tensor:
-        """The logits of ``rows``, contiguous; on the stream where the rows were made."""
-        for each in self.watched:
-            each.check()
+        """The logits of ``rows``, contiguous; on the stream where the rows were made. To be checked before."""
         # An inference tensor could not be saved for backward later.
         with self.order.computing(), torch.inference_mode(False), torch.no_grad():
             return self.head.logits(rows, self.weights, self.biases).contiguous()
@@ -99,10 +98,10 @@ class Memory:
         watched = tuple(each for each in self.watched if not (are_copies and each.is_row))
         return Memory(head, rows, self.weights, self.biases, watched, self.order)
 
-    def check_rows(self) -> None:
-        """Raises if the hidden states are not what they were."""
+    def check(self, only_rows: bool = False) -> None:
+        """Raises if what they come from, or ``only_rows`` of it, is not what it was."""
         for each in self.watched:
-            if each.is_row:
+            if each.is_row or not only_rows:
                 each.check()
 
 
@@ -147,6 +146,7 @@ class View:
             if memory.exists or self._rows is None:
                 return self.shared()
             if self._own is None:
+                memory.check()
                 self._own = self._compute_rows(self._rows)
         memory.order.wait(self._own)
         return self._own
@@ -172,6 +172,7 @@ class View:
         chunk = max(1, CHUNK_BYTES // row_bytes)
         if self.is_computed or math.prod(lead) <= chunk or not memory.order.is_here():
             return None
+        memory.check()
         rows = [row.reshape(-1, row.shape[-1]) for row in self.rows()]
         parts = [reduce(memory.compute(pieces)) for pieces in zip(*(row.split(chunk) for row in rows), strict=True)]
         return [torch.cat(part).unflatten(0, lead) for part in zip(*parts, strict=True)]
