@@ -243,3 +243,28 @@ class TestTransformers:
 
         totals = [LabelSmoother(0.1)(Model(kind)(_batch()), _batch(), shift_labels=True) for kind in (True, False)]
         torch.testing.assert_close(*totals)
+
+
+class TestTrl:
+    @pytest.fixture(autouse=True)
+    def library(self):
+        self.utils = pytest.importorskip("trl.trainer.utils")
+
+    def test_entropy_and_log_probabilities(self):
+        found, expected = Model(True), Model(False)
+        results = []
+        for model in (found, expected):
+            logits = model(_batch())["logits"]
+            entropy = self.utils.entropy_from_logits(logits[:, :-1])
+            chosen = self.utils.selective_log_softmax(logits[:, :-1] / 0.7, _batch()[:, 1:])
+            results.append((entropy, chosen, *_gradients(model, (entropy + chosen).square().sum())))
+        for one, other in zip(*results, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+    def test_accuracy_makes_no_logits(self, monkeypatch):
+        monkeypatch.setattr("glue_compiler.deferred.values.CHUNK_BYTES", 2 * WORDS * 8)
+        logits = Model(True)(_batch())["logits"]
+        shifted = logits[..., :-1, :].contiguous()
+        assert torch.equal(shifted.argmax(dim=-1), Model(False)(_batch())["logits"][:, :-1].argmax(-1))
+        assert is_deferred(shifted)
+        assert is_deferred(logits)

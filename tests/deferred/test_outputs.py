@@ -228,6 +228,22 @@ def test_the_memory_of_rows_goes_with_the_outputs():
         gc.enable()
 
 
+@pytest.mark.parametrize("is_read", [False, True], ids=["unread", "read"])
+def test_nothing_is_left_of_a_step(is_read):
+    inputs = _inputs()
+    outputs = defer_outputs(_graph, [OUTPUT])(*inputs)
+    memory = weakref.ref(outputs[1]._deferred.memory)
+    part = outputs[1][:, -1].float()
+    total = outputs[0] + (part.exp().sum() + outputs[1].square().sum() if is_read else 0)
+    gc.disable()
+    try:
+        total.backward()
+        del outputs, part, total
+        assert memory() is None
+    finally:
+        gc.enable()
+
+
 def test_rows_go_when_the_values_are_there():
     inputs = _inputs()
     _, logits, _ = defer_outputs(_graph, [OUTPUT])(*inputs)

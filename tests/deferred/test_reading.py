@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch.nn import functional
@@ -164,6 +167,22 @@ def test_all_is_computed_once(monkeypatch):
     rows.sum()
     logits.float()
     assert counted == [10]
+
+
+def test_threads_compute_it_once(monkeypatch):
+    operands = Operands(CAPPED, lead=(50, 40), requires_grad=False)
+    logits, expected = operands.deferred(), operands.eager()
+    counted = _count_rows(monkeypatch)
+    start = threading.Barrier(4)
+
+    def read(_):
+        start.wait(timeout=60)
+        return logits + 0
+
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(read, range(4)))
+    assert counted == [2000]
+    assert all(torch.equal(result, expected) for result in results)
 
 
 def test_a_view_and_its_aliases_are_computed_once(monkeypatch):
