@@ -11,7 +11,8 @@ one after the other as soon as nothing compiles any more, or ``--limit`` is over
 The table at the end has, for each variant: milliseconds of a step with the fixed total; microseconds for a token, with
 the fixed total and with totals that vary, and their ratio; graphs that were compiled, glue's warnings, memory, and the
 seconds until both compiles were done. ``flex`` is Inductor with transformers' flex_attention, the others have sdpa.
-``glue-torch`` takes no kernels of other packages. A variant that ends in ``-layers`` compiles each decoder layer by
+``glue-torch`` takes no kernels of other packages. ``liger`` is eager, the model patched by Liger's kernels (package
+``liger-kernel``), its loss without logits among them. A variant that ends in ``-layers`` compiles each decoder layer by
 itself (``layer.compile(...)``), as FSDP2 recipes do; masks, rotary tables and the loss are eager then, and equal layers
 share their graphs.
 
@@ -65,12 +66,14 @@ class Variant:
         attention: transformers' name for it.
         by_layers: each decoder layer by itself; what is around the layers stays eager.
         kernels: glue's option.
+        is_patched: by Liger.
     """
 
     compiler: str | None
     attention: str = "sdpa"
     by_layers: bool = False
     kernels: str = "all"
+    is_patched: bool = False
 
 
 VARIANTS = {
@@ -78,6 +81,7 @@ VARIANTS = {
     "inductor": Variant("inductor"),
     "flex": Variant("inductor", "flex_attention"),
     "eager": Variant(None),
+    "liger": Variant(None, is_patched=True),
     "glue-torch": Variant("glue", kernels="torch"),
     "glue-layers": Variant("glue", by_layers=True),
     "inductor-layers": Variant("inductor", by_layers=True),
@@ -104,6 +108,8 @@ class Trainer:
         how = VARIANTS[variant]
         self.workload = ROWS[row].build(size, device, how.attention)
         self.call = self.workload.model
+        if how.is_patched:
+            _patch_by_liger(self.call)
         if how.compiler is not None:
             settings: dict[str, Any] = {"backend": compiler}
             if how.compiler == "glue":
@@ -136,6 +142,12 @@ class Trainer:
     def wait(self) -> None:
         if self.device == "cuda":
             torch.cuda.synchronize()
+
+
+def _patch_by_liger(model: Any) -> None:
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+    _apply_liger_kernel_to_instance(model.get_base_model() if hasattr(model, "get_base_model") else model)
 
 
 @dataclass(frozen=True)

@@ -128,7 +128,8 @@ def flex_attention(
     block_mask = module.BlockMask(lengths, *lists, BLOCK_SIZE=(block, block), mask_mod=lambda *places: mask(*places))
     score_mod = module._identity if score is None else lambda *given: score(*given)
     # AUTO would take a decoding kernel for short rows.
-    options = module._apply_kernel_options(query, key, value, False, {"BACKEND": "TRITON"})
+    given = {"BACKEND": "TRITON", **_fewer_stages(query.shape[3], score_tensors)}
+    options = module._apply_kernel_options(query, key, value, False, given)
     # The operator traces the gradient of its scores with autograd, where a checkpoint around an eager call would take
     # what that saves for the forward's own, and compute it again in the middle of it.
     is_hooked = score is not None and saved_tensor_hooks.are_active()
@@ -137,6 +138,18 @@ def flex_attention(
             query, key, value, score_mod, block_mask.as_tuple(), scale, options, score_tensors, mask_tensors
         )
     return out, logsumexp * math.log(2)  # it is to the base of 2
+
+
+def _fewer_stages(size: int, score_tensors: tuple[Tensor, ...]) -> dict[str, int]:
+    """Options for a kernel that reads ``score_tensors`` for heads of ``size``, so that it fits into shared memory.
+
+    Triton loads them ahead like keys and values, which Inductor's choice of blocks and stages does not count: with
+    numbers of four bytes blocks of 128 x 128 take 240 KiB in three stages, and an H200 has 227. Two are no more than
+    Inductor takes itself for these sizes on any generation; for larger ones it takes smaller blocks, and so does
+    backward, both of which fit.
+    """
+    is_wide = any(tensor.element_size() >= 4 for tensor in score_tensors)
+    return {"fwd_num_stages": 2} if is_wide and size <= 128 else {}
 
 
 def cudnn_before_flash() -> AbstractContextManager[Any]:

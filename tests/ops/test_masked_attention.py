@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
 from glue_compiler.ops import mask_blocks
@@ -183,6 +184,25 @@ def test_a_bias_is_added_beside_a_boolean_mask():
     both = bias.expand(1, 4, 300, 300).masked_fill(~mask, float("-inf"))
     wanted = with_gradients(written_out(both, added=True), inputs)
     assert_equal(with_gradients(by_lists(mask, "shows", "nan", bias=bias), inputs), wanted)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "stages"),
+    [(torch.float32, 64, 2), (torch.float32, 128, 2), (torch.bfloat16, 64, None), (torch.float32, 256, None)],
+    ids=str,
+)
+def test_numbers_of_four_bytes_leave_the_kernel_room_in_shared_memory(dtype, size, stages):
+    graphs = []
+
+    def keep(gm, inputs):
+        graphs.append(gm)
+        return gm.forward
+
+    inputs = [torch.randn(1, 2, 128, size, dtype=torch.bfloat16) for _ in range(3)]
+    mask = torch.zeros(128, 128, dtype=dtype)
+    torch.compile(by_lists(mask, "added", "nan"), backend=aot_autograd(fw_compiler=keep), fullgraph=True)(*inputs)
+    (flex,) = graphs[0].graph.find_nodes(op="call_function", target=torch.ops.higher_order.flex_attention)
+    assert flex.args[6].get("fwd_num_stages") == stages
 
 
 def test_scores_are_capped_before_the_mask():

@@ -26,12 +26,12 @@ def compiled(kind: str, empty_rows: str, **settings):
 
 
 def assert_as_exact(call, dense, inputs: list[Tensor], mask: Tensor) -> None:
-    """No further from fp64 than what has the whole mask."""
+    """No further from fp64 than what has the whole mask, and the rounding of a weight: all alike under equal scores."""
     got = with_gradients(lambda *given: call(mask, *given), inputs)
     exact = [each.detach().double().requires_grad_() for each in inputs]
     for ours, theirs, truth in zip(got, with_gradients(dense, inputs), with_gradients(dense, exact), strict=True):
         error, allowed = ((each.double() - truth).norm() for each in (ours, theirs))
-        assert error <= 1.5 * allowed + 1e-3 * truth.norm()
+        assert error <= 1.5 * allowed + torch.finfo(torch.bfloat16).eps / 2 * truth.norm()
 
 
 def on_gpu(*sizes: int) -> list[Tensor]:
