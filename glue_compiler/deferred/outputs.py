@@ -52,6 +52,7 @@ def defer_outputs(call: Callable[..., Any], deferred: Sequence[DeferredOutput]) 
     """
     if not deferred:
         return call
+    # Torch marks callables as boxed that are not: Dynamo passes a graph's inputs one by one, whatever the mark says.
     keeps = deferred[0].keeps
     used = sorted({o.position for each in deferred for o in _operands(each) if o.kind == "input"})
 
@@ -65,7 +66,6 @@ def defer_outputs(call: Callable[..., Any], deferred: Sequence[DeferredOutput]) 
             results[each.position] = defer(each.head, find(each.rows), find(each.weights), find(each.biases))
         return tuple(results)
 
-    # No attribute of `call` goes with it: what it can be saved as knows nothing of deferred outputs.
     def run(*inputs: Any) -> tuple[Any, ...]:
         return finish({position: inputs[position] for position in used}, call(*inputs))
 
