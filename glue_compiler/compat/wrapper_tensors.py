@@ -21,7 +21,7 @@ DEFERRED = Feature(
         "torch.utils._python_dispatch:_disable_current_modes": ANY,
     },
 )
-"""Without it no logits may be deferred."""
+"""Without it, logits are computed at once."""
 
 WrapperT = TypeVar("WrapperT", bound=Tensor)
 

@@ -22,7 +22,8 @@ def defer(head: Head, rows: Sequence[Tensor], weights: Sequence[Tensor], biases:
     """``head.logits(rows, weights, biases)``, computed when somebody reads it; at once where that cannot be late."""
     operands = (*rows, *weights, *biases)
     if (
-        torch.is_inference_mode_enabled()
+        not wrapper_tensors.DEFERRED.is_available()
+        or torch.is_inference_mode_enabled()
         or runtime.in_transform()
         or runtime.is_capturing()  # each replay has to make them anew
         or any(type(t) not in _PLAIN or t.is_inference() for t in operands)  # no version, or one of another's

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from glue_compiler.compat import wrapper_tensors
 from glue_compiler.deferred import values
 from glue_compiler.deferred.head import Head, Step, Term
 from glue_compiler.deferred.tensor import DeferredTensor, defer
@@ -382,3 +383,12 @@ def test_a_cast_that_the_head_has_is_in_its_dtype():
     assert logits.dtype == torch.float32
     assert torch.equal(logits.detach() + 0, operands.eager())
     assert torch.equal(logits.half().detach() + 0, operands.eager().half())
+
+
+def test_with_a_torch_that_glue_does_not_know_it_is_computed_at_once(monkeypatch):
+    operands = Operands(CAPPED)
+    assert is_deferred(operands.deferred())
+    monkeypatch.setattr(wrapper_tensors.DEFERRED, "_is_available", False)
+    logits = defer(CAPPED, operands.rows, operands.weights, operands.biases)
+    assert type(logits) is torch.Tensor
+    assert_same_gradients(logits, operands.eager(), operands)
