@@ -66,3 +66,7 @@ class GlueSizeError(GlueError):
 
     Never reaches a user.
     """
+
+
+class GlueDeferredError(GlueError, RuntimeError):
+    """Logits that were to be computed when they are read, and cannot be computed any more (``deferred/``)."""

@@ -1,0 +1,153 @@
+"""Code that torch.compile compiles, given deferred logits: the values are computed before it is traced."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+from tests.deferred.logits import CAPPED, WORDS, Operands, assert_same_gradients, is_deferred
+
+
+def _method(x):
+    return x.exp().sum()
+
+
+def _operator(x):
+    return (x * 2 + x[:, :1]).mean()
+
+
+def _loss(x):
+    return functional.cross_entropy(x.reshape(-1, WORDS), torch.arange(x.shape[0] * x.shape[1]) % WORDS)
+
+
+def _part(x):
+    return x[:, -1].softmax(-1).square().sum()
+
+
+def _after_a_break(x):
+    y = x * 2
+    torch._dynamo.graph_break()
+    return (y + x).sum()
+
+
+def _whole_tensor(x):
+    return x.tanh()
+
+
+def _view(x):
+    return x.unsqueeze(0)
+
+
+def _itself(x):
+    return x
+
+
+def _several(x):
+    return x.sum() * 2, x[:, 1:], x.transpose(0, 1) + 1
+
+
+FUNCTIONS = {
+    fn.__name__: fn
+    for fn in (_method, _operator, _loss, _part, _after_a_break, _whole_tensor, _view, _itself, _several)
+}
+
+
+def _tensors(result):
+    return result if isinstance(result, tuple) else (result,)
+
+
+@pytest.mark.parametrize("backend", ["eager", "glue"])
+@pytest.mark.parametrize(
+    "part", [lambda x: x, lambda x: x[:, 1:], lambda x: x.detach()], ids=["all", "view", "detached"]
+)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_values_and_gradients(name, part, backend):
+    fn = FUNCTIONS[name]
+    options = {"compiler": "aot_eager"} if backend == "glue" else None
+    compiled = torch.compile(fn, backend=backend, options=options, fullgraph=name != "_after_a_break")
+    for _ in range(2):
+        operands = Operands(CAPPED)
+        results, wanted = _tensors(compiled(part(operands.deferred()))), _tensors(fn(part(operands.eager())))
+        for one, other in zip(results, wanted, strict=True):
+            assert one.shape == other.shape
+            torch.testing.assert_close(one + 0, other + 0, rtol=1e-12, atol=1e-12)
+            assert one.requires_grad == other.requires_grad
+        if any(other.requires_grad for other in wanted):
+            assert_same_gradients(_joined(results), _joined(wanted), operands)
+
+
+def _joined(tensors):
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def test_inductor_gets_memory_with_values_in_it():
+    compiled = torch.compile(_operator, backend="inductor", fullgraph=True)
+    for lead in ((2, 5), (2, 6), (2, 7)):  # the second time, sizes are symbols
+        operands = Operands(CAPPED, lead)
+        result, expected = compiled(operands.deferred()), _operator(operands.eager())
+        torch.testing.assert_close(result, expected, rtol=1e-10, atol=1e-10)
+        assert_same_gradients(result, expected, operands)
+
+
+@pytest.mark.parametrize("first", ["eager", "deferred"])
+def test_code_that_was_compiled_for_the_other_kind(first):
+    compiled = torch.compile(_operator, backend="aot_eager", fullgraph=True)
+    for kind in (first, *({"eager", "deferred"} - {first}), first):
+        operands = Operands(CAPPED)
+        result, expected = compiled(getattr(operands, kind)()), _operator(operands.eager())
+        torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
+        assert_same_gradients(result, expected, operands)
+
+
+def test_logits_in_a_container():
+    compiled = torch.compile(lambda outputs: outputs["logits"].exp().sum(), backend="aot_eager", fullgraph=True)
+    operands = Operands(CAPPED)
+    result, expected = compiled({"logits": operands.deferred()}), operands.eager().exp().sum()
+    assert_same_gradients(result, expected, operands)
+
+
+def test_logits_that_compiled_code_does_not_touch_stay_deferred():
+    compiled = torch.compile(lambda outputs: outputs["loss"] * 2, backend="aot_eager", fullgraph=True)
+    logits = Operands().deferred()
+    assert compiled({"loss": torch.ones(()), "logits": logits}) == 2
+    assert is_deferred(logits)
+
+
+def test_without_gradients():
+    compiled = torch.compile(_operator, backend="aot_eager", fullgraph=True)
+    operands = Operands(CAPPED)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(operands.deferred()), _operator(operands.eager()))
+    operands = Operands(CAPPED, requires_grad=False)
+    torch.testing.assert_close(compiled(operands.deferred()), _operator(operands.eager()))
+
+
+def test_a_write_in_compiled_code():
+    def write(x):
+        x.mul_(2.0)
+        return x.sum()
+
+    compiled = torch.compile(write, backend="aot_eager", fullgraph=True)
+    operands = Operands(CAPPED, requires_grad=False)
+    logits, eager = operands.deferred(), operands.eager()
+    row = logits[:, -1]
+    torch.testing.assert_close(compiled(logits), write(eager))
+    torch.testing.assert_close(logits + 0, eager)
+    torch.testing.assert_close(row + 0, eager[:, -1])
+
+
+def test_reading_inside_a_break_of_compiled_code():
+    @torch.compile(backend="aot_eager")
+    def step(x):
+        y = x + 1
+        torch._dynamo.graph_break()
+        logits = make()
+        return y + logits.sum() + len(logits.detach().numpy())
+
+    operands = Operands(CAPPED)
+    make = torch.compiler.disable(operands.deferred)
+    expected = 1 + operands.eager().sum() + 2
+    result = step(torch.zeros((), dtype=torch.float64))
+    torch.testing.assert_close(result, expected)
+    assert_same_gradients(result, expected, operands)
