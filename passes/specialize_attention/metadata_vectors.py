@@ -12,10 +12,10 @@ import torch
 from torch import fx
 
 from glue_compiler.fx.index_expressions import IndexReader
+from glue_compiler.fx.node_maker import NodeMaker
 from glue_compiler.fx.values import expression, value_of
 from glue_compiler.passes.specialize_attention.documents import BATCH, KEY, TOKEN
 from glue_compiler.passes.specialize_attention.metadata_places import MetadataPlace, Run, taken_of
-from glue_compiler.passes.specialize_attention.node_maker import NodeMaker
 
 _COMPARISONS: dict[Any, Callable[..., Any]] = {
     sympy.Eq: torch.eq,

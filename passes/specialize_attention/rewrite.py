@@ -11,8 +11,9 @@ from torch import fx
 
 import glue_compiler.ops  # noqa: F401  registers torch.ops.glue
 from glue_compiler.errors import GlueInvariantError
-from glue_compiler.fx.effects import Kind
+from glue_compiler.fx.dead_nodes import erase_dead
 from glue_compiler.fx.index_expressions import IndexReader
+from glue_compiler.fx.node_maker import NodeMaker
 from glue_compiler.fx.value_numbering import Numbering, Scope
 from glue_compiler.fx.values import expression, requires_grad, storages_of, value_of
 from glue_compiler.passes.specialize_attention.analysis import Plan, Replacement
@@ -21,7 +22,6 @@ from glue_compiler.passes.specialize_attention.listed_masks import Elements, Lis
 from glue_compiler.passes.specialize_attention.memory_layouts import has_layout, layout_of
 from glue_compiler.passes.specialize_attention.metadata_places import MetadataPlace, anchor
 from glue_compiler.passes.specialize_attention.metadata_vectors import MetadataVectors
-from glue_compiler.passes.specialize_attention.node_maker import NodeMaker
 
 _glue = torch.ops.glue
 
@@ -34,7 +34,7 @@ def apply_plan(plan: Plan, numbering: Numbering, reader: IndexReader, fake_mode:
         writer.write(replacement)
         counts[replacement.form] += 1
     if plan.replacements:
-        counts["nodes_erased"] = _erase_dead(numbering, writer.abandoned)
+        counts["nodes_erased"] = erase_dead(numbering, writer.abandoned)
         for scope in numbering.scopes:
             scope.module.recompile()
     return counts
@@ -271,26 +271,3 @@ def _sizes(tensor: torch.Tensor) -> tuple[Any, ...]:
 def _has_fixed_heads(*nodes: fx.Node) -> bool:
     # causal_attention compares the numbers of heads, which would guard on symbolic ones.
     return all(isinstance(value_of(node).shape[1], int) for node in nodes)
-
-
-def _erase_dead(numbering: Numbering, candidates: list[fx.Node]) -> int:
-    """Erase pure nodes without users, beginning at ``candidates``, and operands that bodies no longer use."""
-    calls = {
-        placeholder: scope.call for scope in numbering.scopes if scope.call for placeholder in scope.call.placeholders
-    }
-    erased = 0
-    waiting = list(dict.fromkeys(candidates))
-    while waiting:
-        node = waiting.pop()
-        if node.users or node._erased:
-            continue
-        if node in calls:
-            call = calls[node]
-            operand = call.operands[call.placeholders.index(node)]
-            call.drop_operand(node)
-            waiting += [operand] if isinstance(operand, fx.Node) else []
-        elif node in numbering.effects and numbering.effects[node].kind is Kind.PURE:
-            waiting += node.all_input_nodes
-            node.graph.erase_node(node)
-            erased += 1
-    return erased
