@@ -1,0 +1,239 @@
+"""Which losses of a graph can be computed without its logits, and what takes their place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from glue_compiler.compat import upper_bound
+from glue_compiler.fx.index_operators import CONVERSIONS
+from glue_compiler.fx.operators import Operators, Value
+from glue_compiler.fx.value_numbering import Numbering, Scope
+from glue_compiler.fx.values import expression, is_plain, requires_grad, source_line, storages_of, value_of
+from glue_compiler.graph_pass import Skip
+from glue_compiler.ops.loss_costs import pays
+from glue_compiler.passes.chunk_loss.groups import Group, groups_of
+from glue_compiler.passes.chunk_loss.heads import Head, operands_of, read_head
+from glue_compiler.passes.chunk_loss.losses import Site
+from glue_compiler.passes.chunk_loss.row_steps import is_row_operator
+from glue_compiler.passes.chunk_loss.uses import OtherUse, Uses, dead_nodes, uses_of
+from glue_compiler.passes.chunk_loss.wide_values import NotALoss, Wide
+
+aten = torch.ops.aten
+
+_LOSSES = (aten.cross_entropy_loss, aten.nll_loss_nd, aten.nll_loss, aten.nll_loss2d)
+_ENDS = (*_LOSSES, aten.log_softmax, aten.special_log_softmax, aten.logsumexp)
+"""Operators that say that what they are given are logits."""
+_PASSED = (
+    *CONVERSIONS,
+    aten.tanh,
+    aten.neg,
+    aten.mul,
+    aten.div,
+    aten.true_divide,
+    aten.log_softmax,
+    aten.special_log_softmax,
+    aten.softmax,
+)
+
+
+@dataclass(frozen=True)
+class Output:
+    """Logits that the graph returns: output ``position``, which ``node`` holds."""
+
+    position: int
+    node: fx.Node
+    wide: Wide
+
+
+@dataclass
+class Replacement:
+    """The losses of one head."""
+
+    scope: Scope
+    head: Head
+    uses: Uses
+    groups: list[Group]
+    outputs: list[Output]
+
+
+@dataclass
+class Plan:
+    replacements: list[Replacement] = field(default_factory=list)
+    skips: list[Skip] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """``keeps_logits``: graphs that return them are left alone. ``shape_env``: of the graph's symbols."""
+
+    keeps_logits: bool
+    shape_env: Any
+
+
+def plan_losses(numbering: Numbering, operators: Operators, settings: Settings) -> Plan:
+    """Plan for a graph and the bodies in it. Reads only."""
+    plan = Plan()
+    for scope in numbering.scopes:
+        dead: set[fx.Node] | None = None
+        order = {node: place for place, node in enumerate(scope.module.graph.nodes)}
+        for head in _heads(scope, operators, plan):
+            dead = dead_nodes(scope, operators) if dead is None else dead
+            try:
+                plan.replacements.append(_replacement(head, scope, operators, settings, dead, order))
+            except OtherUse as use:
+                plan.skips.append(_skip(use.node, f"its logits are used {use}"))
+            except NotALoss as reason:
+                plan.skips.append(_skip(head.value.node, str(reason)))
+    return plan
+
+
+def _heads(scope: Scope, operators: Operators, plan: Plan) -> Iterator[Head]:
+    """The products whose results end in losses; of losses that end none, the plan is told."""
+    seen: set[Value] = set()
+    for node in scope.module.graph.nodes:
+        for call in operators.calls(node) or () if node.op.startswith("call_") else ():
+            if call.operator not in _ENDS:
+                continue
+            found = _behind(call.arguments["self"], operators)
+            head = read_head(found, operators) if found is not None else None
+            if head is None and call.operator in _LOSSES:
+                plan.skips.append(_skip(node, _why_no_head(found, operators)))
+            if head is not None and head.value not in seen and _holds(head, scope):
+                seen.add(head.value)
+                yield head
+
+
+def _behind(value: Any, operators: Operators) -> Value | None:
+    """What the numbers behind an operator's operand are made of, before they are scaled, cast, picked and reshaped."""
+    while operators.is_tensor(value):
+        call = operators.does(value)
+        if call is None or not (is_row_operator(call.operator) or call.operator in _PASSED):
+            return value
+        source = call.arguments["self"]
+        value = source if isinstance(source, Value) else call.arguments.get("other")
+    return None
+
+
+def _why_no_head(value: Value | None, operators: Operators) -> str:
+    call = operators.does(value) if value is not None else None
+    by = f"made by {str(call.operator).replace('aten.', '')}" if call is not None else "not made in this graph"
+    return f"what it is a loss of is {by}, and not by a product of rows with a plain weight"
+
+
+def _holds(head: Head, scope: Scope) -> bool:
+    return all(value.node.graph is scope.module.graph for value in head.inside)
+
+
+def _replacement(
+    head: Head,
+    scope: Scope,
+    operators: Operators,
+    settings: Settings,
+    dead: set[fx.Node],
+    order: dict[fx.Node, int],
+) -> Replacement:
+    uses = uses_of(head, scope, operators, dead)
+    if not uses.sites:
+        raise NotALoss("no loss of its rows is taken")
+    _require_nodes(head, uses, operators)
+    if not pays(head.device.type, _bytes(head, operators, settings.shape_env)):
+        raise NotALoss("its logits are small: computing them in chunks would cost more time than it saves memory")
+    groups = groups_of(uses.sites, operators, order)
+    outputs = [Output(position, node, uses.wide[value]) for position, node, value in uses.outputs]
+    if outputs:
+        _require_deferrable(head, outputs, scope, operators, settings)
+    return Replacement(scope, head, uses, groups, outputs)
+
+
+def _require_nodes(head: Head, uses: Uses, operators: Operators) -> None:
+    """All operands lie in memory of plain tensors, and hold there until the losses are taken, and for backward."""
+    graph = head.value.node.graph
+    for site in uses.sites:
+        if operators.node_of(site.value) is None:
+            raise OtherUse(site.node, "inside of a call that does more")
+        needed = [*operands_of(head), *_tensors_of(site)]
+        for value in needed:
+            node = operators.node_of(value)
+            if node is None or node.graph is not graph:
+                raise NotALoss("an operand of the product, or a target, is inside of a call that does more")
+            if not operators.is_kept(value, site.node):
+                raise NotALoss("an operand of the product, or a target, is written in place before the loss is taken")
+        storages = storages_of([value_of(value.node) for value in needed])
+        if requires_grad(value_of(site.node)) and not operators.numbering.is_unwritten_after(storages, site.node):
+            raise NotALoss("an operand of the product, or a target, is written in place later, and backward reads it")
+
+
+def _tensors_of(site: Site) -> Iterator[Value]:
+    if site.target is not None:
+        yield site.target
+    if site.loss is not None and site.loss.class_weight is not None:
+        yield site.loss.class_weight
+    for step in site.wide.path:
+        for argument in step.arguments:
+            yield from (each for each in (argument if isinstance(argument, tuple) else ()) if isinstance(each, Value))
+            if isinstance(argument, Value):
+                yield argument
+
+
+def _bytes(head: Head, operators: Operators, shape_env: Any) -> int | None:
+    """Of the logits; None: not known."""
+    meta = operators.meta(head.value)
+    total = meta.dtype.itemsize
+    for size in meta.shape:
+        bound = size if isinstance(size, int) else upper_bound(size, shape_env)
+        if bound is None:
+            return None
+        total *= bound
+    return total
+
+
+def _require_deferrable(
+    head: Head, outputs: list[Output], scope: Scope, operators: Operators, settings: Settings
+) -> None:
+    if settings.keeps_logits:
+        raise NotALoss("its logits are returned, and the option says logits='kept'")
+    if scope.parent is not None:
+        raise NotALoss("its logits leave a body that is checkpointed, or is called in another way")
+    for term in head.terms:
+        for value in (term.weight.value, term.bias):
+            if value is not None and not _is_of_an_input(value, scope, operators):
+                raise NotALoss("its logits are returned, and its weight is made in the graph; as an input it could wait")
+    storages = storages_of([value_of(operand.node) for operand in operands_of(head)])
+    if not operators.numbering.is_unwritten_after(storages, head.value.node):
+        raise NotALoss("its logits are returned, and an operand of the product is written in place later")
+    needs_grad = any(requires_grad(value_of(operand.node)) for operand in operands_of(head))
+    for output in outputs:
+        tensor, wide = value_of(output.node), output.wide
+        if wide.classes != tensor.dim() - 1 or not _is_contiguous(tensor):
+            raise OtherUse(output.node, "by the graph's caller, in a layout of their own")
+        if tensor.requires_grad != (needs_grad and torch.is_grad_enabled() and not wide.is_detached):
+            raise OtherUse(output.node, "by the graph's caller, with other gradients than those of their operands")
+    if len({operators.storage(operators.value(output.node)) for output in outputs}) < len(
+        {output.node for output in outputs}
+    ):
+        raise NotALoss("its logits are returned twice, as views of each other")
+
+
+def _is_of_an_input(value: Value, scope: Scope, operators: Operators) -> bool:
+    """Does it lie in the memory of an input?"""
+    inputs = storages_of([value_of(node) for node in scope.module.graph.find_nodes(op="placeholder")])
+    tensor = value_of(value.node)
+    return isinstance(tensor, torch.Tensor) and is_plain(tensor) and storages_of([tensor]) <= inputs
+
+
+def _is_contiguous(tensor: torch.Tensor) -> bool:
+    step: Any = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if expression(size) != 1 and expression(stride) != step:
+            return False
+        step = step * expression(size)
+    return True
+
+
+def _skip(node: fx.Node, reason: str) -> Skip:
+    return Skip(reason, node.name, source_line(node))

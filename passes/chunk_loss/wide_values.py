@@ -1,0 +1,189 @@
+"""What a graph makes of logits that is still as wide as they are: a number of each class in each row."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+
+from glue_compiler.deferred.head import Step
+from glue_compiler.fx.index_operators import CONVERSIONS
+from glue_compiler.fx.operators import Call, Operators, Value
+from glue_compiler.passes.chunk_loss.heads import is_factor
+from glue_compiler.passes.chunk_loss.row_steps import NotARowStep, RowStep, row_step
+
+aten = torch.ops.aten
+
+Form = Literal["logits", "log_probabilities", "probabilities", "p_log_p", "p_logits"]
+"""``p_log_p``: probabilities times their logarithms; ``p_logits``: times the logits."""
+_Linear: tuple[Form, ...] = ("log_probabilities", "p_log_p", "p_logits")
+"""Forms that carry a factor."""
+
+
+class NotALoss(Exception):
+    """A use of logits that a loss without logits cannot serve; the message says which."""
+
+
+@dataclass(frozen=True)
+class Wide:
+    """Numbers of all classes in rows of a head's logits.
+
+    Attributes:
+        steps: from the head's sum to the logits that ``form`` is taken of, number by number.
+        path: from the head's rows to these.
+        classes: which dimension holds the classes.
+        dtype: of the numbers.
+        factor: what they are multiplied with.
+        is_detached: they pass no gradients on.
+    """
+
+    form: Form
+    steps: tuple[Step, ...]
+    path: tuple[RowStep, ...]
+    classes: int
+    dtype: torch.dtype
+    factor: float = 1.0
+    is_detached: bool = False
+
+    def detached(self) -> Wide:
+        return replace(self, is_detached=True)
+
+    def is_of(self, other: Wide) -> bool:
+        """Are both of the same rows of the same logits, in the same layout?"""
+        return all(
+            getattr(self, name) == getattr(other, name) for name in ("steps", "path", "classes", "is_detached")
+        )
+
+
+def wide_result(call: Call, value: Value, known: Mapping[Value, Wide], operators: Operators) -> Wide | None:
+    """``value``, which ``call`` makes of some of the ``known``, as one more; None if it is none.
+
+    Raises:
+        NotALoss: it might have been one, and why it is not.
+    """
+    meta = operators.meta(value)
+    source = call.arguments.get("self")
+    found: Wide | None = None
+    if isinstance(source, Value) and (wide := known.get(source)) is not None:
+        try:
+            step = row_step(call, wide.classes, value, operators)
+        except NotARowStep as reason:
+            raise NotALoss(str(reason)) from None
+        if step is not None:
+            path = wide.path if step[0] is None else (*wide.path, step[0])
+            is_detached = wide.is_detached or call.operator is aten.detach
+            return replace(wide, path=path, classes=step[1], is_detached=is_detached)
+        if operators.meta(source).device != meta.device:
+            raise NotALoss("they are copied to another device")
+        found = _of_one(call, wide, operators.meta(source).rank, value, operators)
+    found = found or _of_two(call, known, operators)
+    if found is None or not meta.dtype.is_floating_point:
+        return None
+    return replace(found, dtype=meta.dtype)
+
+
+def is_over_classes(dim: Any, wide: Wide, rank: int) -> bool:
+    """Does the argument ``dim`` of an operator that reduces name the dimension of the classes alone?"""
+    dims = dim if isinstance(dim, tuple) else (dim,)
+    return len(dims) == 1 and isinstance(dims[0], int) and dims[0] % rank == wide.classes
+
+
+def _of_one(call: Call, wide: Wide, rank: int, value: Value, operators: Operators) -> Wide | None:
+    given = call.arguments
+    match call.operator:
+        case operator if operator in CONVERSIONS:
+            dtype = operators.meta(value).dtype
+            step = Step("cast", dtype=dtype)
+            return replace(wide, steps=(*wide.steps, step)) if wide.form == "logits" else wide
+        case aten.tanh if wide.form == "logits":
+            if any(step.kind == "tanh" for step in wide.steps):
+                raise NotALoss("they are capped twice")
+            return replace(wide, steps=(*wide.steps, Step("tanh")))
+        case aten.neg | aten.negative:
+            return _scaled(wide, "multiply", -1.0)
+        case aten.div | aten.divide | aten.true_divide:
+            if is_factor(given["other"]) and given.get("rounding_mode") is None:
+                return _scaled(wide, "divide", float(given["other"]))
+        case aten.mul | aten.multiply:
+            if is_factor(given["other"]):
+                return _scaled(wide, "multiply", float(given["other"]))
+        case aten.log_softmax | aten.special_log_softmax if wide.form == "logits":
+            if is_over_classes(given["dim"], wide, rank):
+                return replace(wide, form="log_probabilities")
+        case aten.softmax | aten.special_softmax if wide.form == "logits":
+            if is_over_classes(given["dim"], wide, rank):
+                return replace(wide, form="probabilities")
+        case aten.exp if wide.form == "log_probabilities" and wide.factor == 1.0:
+            return replace(wide, form="probabilities")
+        case aten.special_entr if wide.form == "probabilities":
+            return replace(wide, form="p_log_p", factor=-1.0)
+        case _:
+            pass
+    return None
+
+
+def _scaled(wide: Wide, kind: Literal["multiply", "divide"], factor: float) -> Wide | None:
+    if wide.form == "logits":
+        return replace(wide, steps=(*wide.steps, Step(kind, factor)))
+    if wide.form in _Linear:
+        return replace(wide, factor=wide.factor * factor if kind == "multiply" else wide.factor / factor)
+    return None
+
+
+def _of_two(call: Call, known: Mapping[Value, Wide], operators: Operators) -> Wide | None:
+    match call:
+        case Call(aten.mul | aten.multiply, {"self": Value() as first, "other": Value() as second}):
+            for one, other in ((known.get(first), known.get(second)), (known.get(second), known.get(first))):
+                if one is None or other is None or one.form != "probabilities" or not one.is_of(other):
+                    continue
+                forms: dict[Form, Form] = {"log_probabilities": "p_log_p", "logits": "p_logits"}
+                if other.form in forms:
+                    return replace(other, form=forms[other.form])
+        case Call(aten.sub | aten.subtract, {"self": Value() as scores, "other": Value() as total, "alpha": 1}):
+            wide = known.get(scores)
+            if wide is not None and wide.form == "logits" and _is_logsumexp(total, scores, wide, operators):
+                return replace(wide, form="log_probabilities")
+        case _:
+            pass
+    return None
+
+
+def _is_logsumexp(value: Value, of: Value, wide: Wide, operators: Operators) -> bool:
+    """Is ``value`` the logsumexp of ``of`` over its classes, broadcast to them?"""
+    rank = operators.meta(of).rank
+    match operators.does(value):
+        case Call(aten.unsqueeze, {"self": Value() as total, "dim": dim}) if dim % rank == wide.classes:
+            value, keepdim = total, False
+        case _:
+            keepdim = True
+    match operators.does(value):
+        case Call(aten.logsumexp, {"self": source, "dim": dim, "keepdim": kept}):
+            return source == of and kept is keepdim and is_over_classes(dim, wide, rank)
+    return False
+
+
+@dataclass(frozen=True)
+class Scores:
+    """``softcap * tanh(scale * x)``, or without a soft cap, 0, ``scale * x``, of a head's sum x."""
+
+    scale: float
+    softcap: float
+
+
+def scores_of(steps: tuple[Step, ...]) -> Scores:
+    """What ``steps`` come to, casts aside."""
+    scale, softcap = 1.0, 0.0
+    for step in steps:
+        if step.kind == "tanh":
+            softcap = 1.0
+        elif step.factor is not None:
+            factor = step.factor if step.kind == "multiply" else 1 / step.factor
+            scale, softcap = (scale, softcap * factor) if softcap else (scale * factor, softcap)
+    if not (math.isfinite(scale) and math.isfinite(softcap)):
+        raise NotALoss("they are multiplied with a number that is not finite")
+    return Scores(scale, softcap)
+
+

@@ -1,0 +1,189 @@
+"""Writes losses without their logits, and erases what only the logits needed."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import fx
+
+import glue_compiler.ops  # noqa: F401  registers torch.ops.glue
+from glue_compiler.deferred.outputs import DeferredOutput
+from glue_compiler.errors import GlueInvariantError
+from glue_compiler.fx.dead_nodes import erase_dead
+from glue_compiler.fx.node_maker import NodeMaker
+from glue_compiler.fx.operators import Operators
+from glue_compiler.fx.values import expression, requires_grad, value_of
+from glue_compiler.passes.chunk_loss.analysis import Plan, Replacement
+from glue_compiler.passes.chunk_loss.groups import Fused, Group, Statistics
+from glue_compiler.passes.chunk_loss.losses import Site
+from glue_compiler.passes.chunk_loss.operands import Operands
+from glue_compiler.passes.chunk_loss.outputs import defer_outputs_of
+from glue_compiler.passes.chunk_loss.row_nodes import RowWriter
+from glue_compiler.passes.chunk_loss.site_formulas import SiteFormula
+from glue_compiler.passes.chunk_loss.wide_values import scores_of
+
+aten, _glue = torch.ops.aten, torch.ops.glue
+
+
+def apply_plan(plan: Plan, operators: Operators, fake_mode: Any) -> tuple[Counter[str], tuple[DeferredOutput, ...]]:
+    """Rewrite all losses; returns what was done, and the outputs of the graph that are deferred."""
+    counts: Counter[str] = Counter()
+    deferred: list[DeferredOutput] = []
+    for replacement in plan.replacements:
+        writer = _Writer(replacement, operators, NodeMaker(fake_mode))
+        writer.write_sizes()
+        order = {node: place for place, node in enumerate(replacement.scope.module.graph.nodes)}
+        for group in sorted(replacement.groups, key=lambda group: min(order[site.node] for site in group.sites)):
+            writer.write_group(min(group.sites, key=lambda site: order[site.node]), group)
+            counts["losses" if isinstance(group, Fused) else "statistics"] += 1
+        for site in (site for group in replacement.groups for site in group.sites):
+            writer.replace(site)
+        deferred += defer_outputs_of(replacement, writer.operands, writer.rows)
+        counts["deferred"] += len(replacement.outputs)
+        counts["nodes_erased"] += erase_dead(operators.numbering, writer.abandoned())
+    for scope in operators.numbering.scopes if plan.replacements else ():
+        scope.module.recompile()
+    return counts, tuple(deferred)
+
+
+class _Writer:
+    """Writes what takes the place of one head's logits."""
+
+    def __init__(self, replacement: Replacement, operators: Operators, make: NodeMaker) -> None:
+        self.replacement = replacement
+        self.operators = operators
+        self.make = make
+        self.graph = replacement.scope.module.graph
+        self.rows = RowWriter(make, self.graph, operators)
+        self.operands = Operands(replacement.head, self.rows)
+        self.results: dict[Site, fx.Node] = {}
+
+    def write_sizes(self) -> None:
+        """Sizes that were read of the logits, or of what is made of them, are read elsewhere."""
+        near = self.operators.node_of(self.replacement.head.terms[0].rows)
+        assert near is not None
+        for node in self.replacement.uses.sizes:
+            self._stand_before(node)
+            with self.graph.inserting_before(node):
+                found = value_of(node)
+                taken: Any
+                if isinstance(found, tuple | list):
+                    taken = tuple(self.rows.size(expression(size), near) for size in found)
+                else:
+                    taken = self.rows.size(expression(found), near)
+            _replace_uses(node, taken)
+
+    def write_group(self, first: Site, group: Group) -> None:
+        self._stand_before(first.node)
+        with self.graph.inserting_before(first.node):
+            if isinstance(group, Fused):
+                self._write_fused(group)
+                return
+            formula = self._write_statistics(group)
+        for site in group.sites:
+            self._stand_before(site.node)
+            with self.graph.inserting_before(site.node):
+                self.results[site] = formula.result(site)
+
+    def replace(self, site: Site) -> None:
+        node, result = self.operators.node_of(site.value), self.results[site]
+        assert node is not None
+        expected, found = value_of(node), value_of(result)
+        if _kind(expected) != _kind(found):
+            raise GlueInvariantError(f"'{node.name}' without logits is {_kind(found)}, and was {_kind(expected)}")
+        node.replace_all_uses_with(result)
+
+    def abandoned(self) -> list[fx.Node]:
+        uses, head = self.replacement.uses, self.replacement.head
+        sites = [self.operators.node_of(site.value) or site.node for site in uses.sites]
+        wide = [value.node for value in head.inside] + uses.nodes
+        return [*wide, *uses.sizes, *(site.node for site in uses.sites), *sites]
+
+    def _stand_before(self, node: fx.Node) -> None:
+        self.make.mode = self.operators.mode(node)
+        self.make.meta = {name: node.meta[name] for name in ("stack_trace", "nn_module_stack") if name in node.meta}
+
+    def _is_on(self, site: Site) -> bool:
+        grad = self.operators.mode(site.node).grad
+        return not site.is_detached and (torch.is_grad_enabled() if grad is None else grad)
+
+    def _write_fused(self, group: Fused) -> None:
+        site = group.site
+        assert site.loss is not None
+        assert site.target is not None
+        scores = scores_of(site.wide.steps)
+        rows, weights, bias = self.operands.flat(site.wide.path, self.make.mode, site.is_detached)
+        is_on = self._is_on(site)
+        needs_grad = [is_on and each is not None and requires_grad(value_of(each)) for each in (*rows, *weights, bias)]
+        weight = site.loss.class_weight
+        target = self.rows.reshaped(self.rows.node(site.target), (_product(value_of(self.rows.node(site.target))),))
+        both = self.make.call(
+            self.graph,
+            _glue.linear_cross_entropy.default,
+            rows,
+            weights,
+            bias,
+            target,
+            None if weight is None else self.rows.node(weight),
+            site.loss.reduction,
+            site.loss.ignore_index,
+            site.loss.label_smoothing,
+            scores.scale,
+            scores.softcap,
+            self.operators.meta(site.value).dtype,
+            needs_grad,
+            bool(group.predictions),
+        )
+        self.results[site] = self.make.call(self.graph, operator.getitem, both, 0)
+        if group.predictions:
+            found = self.make.call(self.graph, operator.getitem, both, 1)
+            lead = self.operands.lead(site.wide.path, self.make.mode, site.is_detached)
+            for each in group.predictions:
+                shaped = self._shaped_as(found, lead)
+                self.results[each] = (
+                    self.make.call(self.graph, aten.unsqueeze.default, shaped, each.wide.classes)
+                    if each.keepdim
+                    else shaped
+                )
+
+    def _shaped_as(self, node: fx.Node, rows: fx.Node) -> fx.Node:
+        return self.rows.reshaped(node, tuple(map(expression, value_of(rows).shape[:-1])))
+
+    def _write_statistics(self, group: Statistics) -> SiteFormula:
+        formula = SiteFormula(group, self.rows, self.replacement.head.classes)
+        rows, weights, bias = self.operands.flat(group.path, self.make.mode, group.is_detached)
+        target = formula.flat_target()
+        found = self.make.call(
+            self.graph,
+            _glue.linear_row_statistics.default,
+            rows,
+            weights,
+            bias,
+            target,
+            group.scores.scale,
+            group.scores.softcap,
+            group.dtype,
+            list(formula.wants),
+        )
+        formula.take(found, self.operands.lead(group.path, self.make.mode, group.is_detached))
+        return formula
+
+
+def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.device, tuple(map(expression, tensor.shape))
+
+
+def _product(tensor: torch.Tensor) -> Any:
+    total: Any = 1
+    for size in tensor.shape:
+        total = total * expression(size)
+    return total
+
+
+def _replace_uses(node: fx.Node, taken: Any) -> None:
+    for user in list(node.users):
+        user.args = fx.map_arg(user.args, lambda arg: taken if arg is node else arg)
+        user.kwargs = fx.map_arg(user.kwargs, lambda arg: taken if arg is node else arg)
