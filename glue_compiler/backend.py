@@ -11,6 +11,7 @@ from weakref import WeakSet
 from torch import fx
 
 from glue_compiler import capture, compat, registry, watchers
+from glue_compiler.deferred.outputs import defer_outputs
 from glue_compiler.fuel import RewriteCounter
 from glue_compiler.graph_pass import Stage
 from glue_compiler.handoff import HandOff, hand_off, hand_off_in_parts
@@ -70,7 +71,7 @@ class GlueBackend:
             pipeline.uuid(pair_passes),
             pipeline.pair_edit(pair_passes, observer),
         )
-        return observer.compiled(call)
+        return observer.compiled(defer_outputs(call, [each for p in reports for each in p.deferred]))
 
     # A compiled module is copied and pickled with its backend, which stands for a process and is none of its state.
     def __deepcopy__(self, memo: dict[int, Any]) -> GlueBackend:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import fx
 
     from glue_compiler.capture.regions import SpeculativeRegion
+    from glue_compiler.deferred.outputs import DeferredOutput
     from glue_compiler.fx.effects import EffectAnalysis
     from glue_compiler.fx.training_pair import TrainingPair
     from glue_compiler.options import GlueOptions
@@ -73,6 +74,8 @@ class PassResult:
 
     ``proved``: the speculative regions (``capture/regions.py``) of which the pass has proved that running their code
     where eager does not run it does nothing. It holds if the pass is not rolled back.
+    ``deferred``: the graph's outputs that it no longer makes: they are computed when somebody reads them, from its
+    inputs and from outputs of glue's own behind those that the caller gets.
     """
 
     changed: bool
@@ -80,6 +83,7 @@ class PassResult:
     skips: tuple[Skip, ...] = ()
     prologue: Prologue | None = None
     proved: tuple[SpeculativeRegion, ...] = ()
+    deferred: tuple[DeferredOutput, ...] = ()
 
 
 @dataclass(frozen=True)

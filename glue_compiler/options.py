@@ -14,6 +14,7 @@ from glue_compiler.errors import GlueOptionError, GlueWarning, unknown_name
 
 Compiler = Literal["inductor", "aot_eager"]
 Kernels = Literal["all", "torch"]
+Logits = Literal["deferred", "kept"]
 ASSUMPTIONS = ("sorted_document_ids",)
 
 _ENVIRONMENT = {
@@ -22,6 +23,7 @@ _ENVIRONMENT = {
     "GLUE_STRICT": "strict",
     "GLUE_COMPILER": "compiler",
     "GLUE_KERNELS": "kernels",
+    "GLUE_LOGITS": "logits",
     "GLUE_HOIST_LIMIT": "hoist_limit",
     "GLUE_MEMOIZE_THRESHOLD": "memoize_threshold",
     "GLUE_OFFLOAD": "offload",
@@ -42,6 +44,8 @@ class GlueOptions:
             operators: for debugging and for bitwise comparisons).
         kernels: ``"all"``: also those of other packages that are installed, where they are the faster ones.
             ``"torch"``: those that come with torch and glue alone.
+        logits: of graphs that return the logits of a loss: ``"deferred"``: they are computed when somebody reads them.
+            ``"kept"``: such graphs compute loss and logits as they are.
         dump: folder for graph dumps and ``summary.json``, or None.
         passes: pass name → on or off; passes not named keep their default.
         strict: raise when a pass fails, instead of restoring the graph and warning.
@@ -65,6 +69,7 @@ class GlueOptions:
 
     compiler: Compiler = "inductor"
     kernels: Kernels = "all"
+    logits: Logits = "deferred"
     dump: str | None = None
     passes: Mapping[str, bool] = field(default_factory=dict)
     strict: bool = False
@@ -239,9 +244,16 @@ def _kernels(value: Any, _: Collection[str]) -> str:
     return str(value)
 
 
+def _logits(value: Any, _: Collection[str]) -> str:
+    if value not in get_args(Logits):
+        raise GlueOptionError(unknown_name("logits", str(value), get_args(Logits), list_as="Logits"))
+    return str(value)
+
+
 _CONVERT = {
     "compiler": _compiler,
     "kernels": _kernels,
+    "logits": _logits,
     "dump": _dump,
     "passes": _passes,
     "strict": _flag("strict"),

@@ -22,6 +22,7 @@ from torch import fx
 from glue_compiler import compat
 from glue_compiler.capture.regions import SpeculativeRegion
 from glue_compiler.compat import partition
+from glue_compiler.deferred.outputs import DeferredOutput
 from glue_compiler.errors import GlueContractError, GlueOffloadError, GlueWarning
 from glue_compiler.fuel import Fuel, Rewrite, RewriteCounter
 from glue_compiler.fx import bodies
@@ -53,6 +54,7 @@ class PassReport:
     error: str | None = None
     prologue: Prologue | None = None
     proved: tuple[SpeculativeRegion, ...] = ()
+    deferred: tuple[DeferredOutput, ...] = ()
 
 
 _NOBODY = Observer()
@@ -200,6 +202,7 @@ class Pipeline:
             error=error,
             prologue=result.prologue,
             proved=result.proved,
+            deferred=result.deferred,
         )
 
 

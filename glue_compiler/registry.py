@@ -16,6 +16,7 @@ from glue_compiler.graph_pass import GraphPass, Numerics, PairPass, Stage
 _BUILT_IN = (
     "glue_compiler.passes.group_experts:GroupExperts",
     "glue_compiler.passes.specialize_attention:SpecializeAttention",
+    "glue_compiler.passes.chunk_loss:ChunkLoss",
     "glue_compiler.passes.hoist_metadata:HoistMetadata",
     "glue_compiler.passes.memoize_metadata:MemoizeMetadata",
     "glue_compiler.passes.overlap_offload:OverlapOffload",

@@ -21,6 +21,7 @@ def no_glue_variables(monkeypatch):
         "GLUE_STRICT",
         "GLUE_COMPILER",
         "GLUE_KERNELS",
+        "GLUE_LOGITS",
         "GLUE_HOIST_LIMIT",
         "GLUE_MEMOIZE_THRESHOLD",
         "GLUE_OFFLOAD",

@@ -202,7 +202,9 @@ def _require_deferrable(
     for term in head.terms:
         for value in (term.weight.value, term.bias):
             if value is not None and not _is_of_an_input(value, scope, operators):
-                raise NotALoss("its logits are returned, and its weight is made in the graph; as an input it could wait")
+                raise NotALoss(
+                    "its logits are returned, and its weight is made in the graph; as an input it could wait"
+                )
     storages = storages_of([value_of(operand.node) for operand in operands_of(head)])
     if not operators.numbering.is_unwritten_after(storages, head.value.node):
         raise NotALoss("its logits are returned, and an operand of the product is written in place later")

@@ -73,7 +73,7 @@ class _Grouping:
     statistics: list[Statistics] = field(default_factory=list)
 
     def is_mixed(self, loss: Site, sites: Sequence[Site]) -> bool:
-        """Are other numbers of the same rows differentiated too? Then their logits are made again in backward anyway."""
+        """Are other numbers of the same rows differentiated too? Backward then makes their logits again anyway."""
         assert loss.loss is not None
         if loss.loss.class_weight is not None and loss.loss.label_smoothing:
             return False
@@ -109,7 +109,12 @@ class _Grouping:
         first, second = group.target, site
         assert first.target is not None
         same = self.operators.number(first.target) == self.operators.number(site.target)
-        return same and first.kind == second.kind and first.wide.classes == second.wide.classes and _ignored(first) == _ignored(second)
+        return (
+            same
+            and first.kind == second.kind
+            and first.wide.classes == second.wide.classes
+            and _ignored(first) == _ignored(second)
+        )
 
     def _is_there(self, target: Value | None, site: Site) -> bool:
         """Has ``target`` been made when ``site`` comes?"""

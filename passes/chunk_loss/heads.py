@@ -179,3 +179,11 @@ def _untransposed(matrix: Matrix, operators: Operators) -> Matrix:
         if not operators.is_tensor(source) or operators.meta(source).rank != 2:
             return matrix
         matrix = Matrix(source, not matrix.is_transposed)
+
+
+def operands_of(head: Head) -> Iterator[Value]:
+    for term in head.terms:
+        yield term.rows
+        yield term.weight.value
+        if term.bias is not None:
+            yield term.bias

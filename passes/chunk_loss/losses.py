@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-
 from torch import fx
 
 from glue_compiler.fx.operators import Call, Operators, Value

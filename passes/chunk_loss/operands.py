@@ -27,16 +27,16 @@ class Operands:
     writer: RowWriter
     _written: dict[Any, fx.Node] = field(default_factory=dict)
 
-    def flat(
-        self, path: Path, mode: Mode, is_detached: bool
-    ) -> tuple[list[fx.Node], list[fx.Node], fx.Node | None]:
+    def flat(self, path: Path, mode: Mode, is_detached: bool) -> tuple[list[fx.Node], list[fx.Node], fx.Node | None]:
         """Rows ``[N, K]``, weights ``[V, K]`` and the bias, as the operators over linear logits take them."""
         rows, weights, biases = [], [], []
         for k, term in enumerate(self.head.terms):
             key = (k, mode, is_detached)
             lead = self._once(("rows", path, *key), lambda term=term: self.rows(term, path, is_detached))
             rows.append(self._once(("flat", path, *key), lambda term=term, lead=lead: self._flat(term, lead)))
-            weights.append(self._once(("weight", *key), lambda term=term: self._cast(self.weight(term, is_detached), term)))
+            weights.append(
+                self._once(("weight", *key), lambda term=term: self._cast(self.weight(term, is_detached), term))
+            )
             if term.bias is not None:
                 biases.append(self._once(("bias", *key), lambda term=term: self._bias(term, is_detached)))
         bias = None

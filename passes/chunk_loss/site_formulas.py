@@ -103,9 +103,7 @@ class SiteFormula:
         assert site.target is not None
         logsumexp = self._of("logsumexp", site)
         result = self._call(aten.sub.Tensor, logsumexp, self._of("target_logit", site))
-        target = self.writer.reshaped(
-            self.writer.node(site.target), tuple(map(expression, value_of(logsumexp).shape))
-        )
+        target = self.writer.reshaped(self.writer.node(site.target), tuple(map(expression, value_of(logsumexp).shape)))
         ignored = self._call(aten.eq.Scalar, target, loss.ignore_index)
         weights = None
         if loss.class_weight is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import fx
@@ -19,7 +18,15 @@ from glue_compiler.passes.chunk_loss.losses import Site, site_of
 from glue_compiler.passes.chunk_loss.wide_values import NotALoss, Wide, wide_result
 
 aten = torch.ops.aten
-_SIZES = (aten.sym_size, aten.sym_numel, aten.size, aten.numel, aten.dim, aten.is_floating_point, aten.sym_is_contiguous)
+_SIZES = (
+    aten.sym_size,
+    aten.sym_numel,
+    aten.size,
+    aten.numel,
+    aten.dim,
+    aten.is_floating_point,
+    aten.sym_is_contiguous,
+)
 
 
 @dataclass
@@ -96,34 +103,37 @@ class _Reader:
         if node.op == "output":
             self._return(node, holders)
             return
+        if node.target is operator.getitem and isinstance(value_of(node.args[0]), tuple | list):  # type: ignore[arg-type]
+            self._take_item(node, holders)
+            return
         known: set[Value] = self.inside | self.uses.wide.keys()
         given = [arg for arg, _ in given_leaves(node) if arg in holders]
-        if node.target is operator.getitem and isinstance(value_of(node.args[0]), tuple | list):  # type: ignore[arg-type]
-            value = self.operators.value(node)
-            if value in self.uses.wide:
-                self._hold(node, holders)
-            elif value not in self.ended and isinstance(value_of(node), torch.Tensor):
-                raise OtherUse(node, "in a way that is not understood")
-            elif not isinstance(value_of(node), torch.Tensor):
-                self.uses.sizes.append(node)
-            return
         calls = self.operators.calls(node)
-        if calls is None:
-            if tensors_in(value_of(node)) or given:
-                raise OtherUse(node, f"by {_name(node)}, which is not looked into")
-            return self._add_size(node, holders)
+        if calls is None and (given or tensors_in(value_of(node))):
+            raise OtherUse(node, f"by {_name(node)}, which is not looked into")
         for value in self._found(node, given):
             if value not in known:
                 raise OtherUse(node, "after they were written in place")
-        for step, call in enumerate(calls):
+        for step, call in enumerate(calls or ()):
             self._read_call(node, step, call)
         results = [self.operators.value(node, leaf) for leaf, _ in enumerate(leaves(value_of(node)))]
         if any(value in self.uses.wide or value in self.inside for value in results):
             self._hold(node, holders)
         elif node not in inside and not tensors_in(value_of(node)):
-            self._add_size(node, holders)
+            self.uses.sizes.append(node)
+            if isinstance(value_of(node), tuple | list):
+                holders.add(node)  # sizes are taken out of it
         elif any(value in self.ended and value not in self._site_values() for value in results):
             holders.add(node)  # only items of it that sites give may be taken
+
+    def _take_item(self, node: fx.Node, holders: set[fx.Node]) -> None:
+        value = self.operators.value(node)
+        if value in self.uses.wide:
+            self._hold(node, holders)
+        elif not isinstance(value_of(node), torch.Tensor):
+            self.uses.sizes.append(node)
+        elif value not in self.ended:
+            raise OtherUse(node, "in a way that is not understood")
 
     def _site_values(self) -> set[Value]:
         return {site.value for site in self.uses.sites}
@@ -137,11 +147,6 @@ class _Reader:
     def _hold(self, node: fx.Node, holders: set[fx.Node]) -> None:
         self.uses.nodes.append(node)
         holders.add(node)
-
-    def _add_size(self, node: fx.Node, holders: set[fx.Node]) -> None:
-        self.uses.sizes.append(node)
-        if not isinstance(value_of(node), int | float | torch.SymInt):
-            holders.add(node)  # sizes are taken out of it
 
     def _read_call(self, node: fx.Node, step: int, call: Call) -> None:
         operators, wide = self.operators, self.uses.wide

@@ -53,9 +53,7 @@ class Wide:
 
     def is_of(self, other: Wide) -> bool:
         """Are both of the same rows of the same logits, in the same layout?"""
-        return all(
-            getattr(self, name) == getattr(other, name) for name in ("steps", "path", "classes", "is_detached")
-        )
+        return all(getattr(self, name) == getattr(other, name) for name in ("steps", "path", "classes", "is_detached"))
 
 
 def wide_result(call: Call, value: Value, known: Mapping[Value, Wide], operators: Operators) -> Wide | None:
@@ -185,5 +183,3 @@ def scores_of(steps: tuple[Step, ...]) -> Scores:
     if not (math.isfinite(scale) and math.isfinite(softcap)):
         raise NotALoss("they are multiplied with a number that is not finite")
     return Scores(scale, softcap)
-
-

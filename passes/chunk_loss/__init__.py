@@ -1,0 +1,37 @@
+"""chunk_loss: losses of a projection to many classes in chunks of rows, and its logits for who reads them."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import fx
+
+from glue_compiler.fx.operators import Operators
+from glue_compiler.fx.value_numbering import number_values
+from glue_compiler.graph_pass import GraphPass, Numerics, PassContext, PassResult
+from glue_compiler.passes.chunk_loss.analysis import Settings, plan_losses
+from glue_compiler.passes.chunk_loss.write import apply_plan
+
+
+class ChunkLoss(GraphPass):
+    """Compute cross entropies and other numbers of rows of logits without the logits, a chunk of rows at a time.
+
+    Counts: ``losses`` and ``statistics``, the operators that took the place of losses: cross entropies alone, and all
+    else; ``deferred``, the outputs that are computed when somebody reads them; ``nodes_erased``.
+    """
+
+    name: ClassVar[str] = "chunk_loss"
+    numerics: ClassVar[Numerics] = Numerics.CLOSE
+
+    def cache_options(self, options: Any) -> Any:
+        return (options.logits,)
+
+    def run(self, graph: fx.GraphModule, context: PassContext) -> PassResult:
+        operators = Operators(number_values(graph, context.effects), context.effects)
+        settings = Settings(context.options.logits == "kept", context.shape_env)
+        plan = plan_losses(operators.numbering, operators, settings)
+        written = ((f"take the losses of {each.head.value.node.name}", each) for each in plan.replacements)
+        plan.replacements = list(context.fuel.allowed(written))
+        counts, deferred = apply_plan(plan, operators, context.effects.fake_mode)
+        skips = tuple(dict.fromkeys(plan.skips))
+        return PassResult(bool(plan.replacements), dict(counts), skips, deferred=deferred)

@@ -1,0 +1,79 @@
+"""Takes logits out of what a graph returns: what they are computed from is returned instead."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from glue_compiler.deferred.head import Head, Term
+from glue_compiler.deferred.outputs import DeferredOutput, Operand
+from glue_compiler.fx.values import value_of
+from glue_compiler.passes.chunk_loss import heads
+from glue_compiler.passes.chunk_loss.analysis import Output, Replacement
+from glue_compiler.passes.chunk_loss.operands import Operands
+from glue_compiler.passes.chunk_loss.row_nodes import RowWriter
+
+
+def defer_outputs_of(replacement: Replacement, operands: Operands, writer: RowWriter) -> tuple[DeferredOutput, ...]:
+    """Rewrites the graph's outputs; ``writer`` then stands before them."""
+    if not replacement.outputs:
+        return ()
+    graph = replacement.scope.module.graph
+    returned = _Returned(graph)
+    writer.make.mode, writer.make.meta = writer.operators.mode(returned.node), {}
+    found = []
+    for output in replacement.outputs:
+        with graph.inserting_before(returned.node):
+            found.append(_deferred(output, replacement, operands, returned))
+    for output in replacement.outputs:
+        returned.values[output.position] = None
+    returned.write()
+    return tuple(found)
+
+
+@dataclass
+class _Returned:
+    """What a graph returns, while it is rewritten."""
+
+    graph: fx.Graph
+    values: list[Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.node = self.graph.output_node()
+        self.values = list(self.node.args[0])  # type: ignore[arg-type]
+        self.count = len(self.values)
+        """Of what the graph's caller gets."""
+        self.inputs = {node: position for position, node in enumerate(self.graph.find_nodes(op="placeholder"))}
+
+    def operand(self, node: fx.Node, is_detached: bool) -> Operand:
+        if node in self.inputs:
+            return Operand("input", self.inputs[node], is_detached)
+        if node not in self.values:
+            self.values.append(node)
+        return Operand("output", self.values.index(node), is_detached)
+
+    def write(self) -> None:
+        self.node.args = (tuple(self.values),)
+
+
+def _deferred(output: Output, replacement: Replacement, operands: Operands, returned: _Returned) -> DeferredOutput:
+    wide, terms = output.wide, replacement.head.terms
+    return DeferredOutput(
+        output.position,
+        Head(tuple(_described(each, operands.writer) for each in terms), wide.steps),
+        tuple(returned.operand(operands.rows(each, wide.path, False), wide.is_detached) for each in terms),
+        tuple(returned.operand(operands.weight(each, False), wide.is_detached) for each in terms),
+        tuple(
+            returned.operand(operands.bias(each, False), wide.is_detached) for each in terms if each.bias is not None
+        ),
+        returned.count,
+    )
+
+
+def _described(term: heads.Term, writer: RowWriter) -> Term:
+    """With the conversions of autocast written out."""
+    given = [term.rows, term.weight.value, *([term.bias] if term.bias is not None else [])]
+    dtypes = {value_of(writer.node(value)).dtype for value in given}
+    return Term(None if dtypes == {term.dtype} else term.dtype, term.scale, term.bias is not None)
