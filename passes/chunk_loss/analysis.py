@@ -121,6 +121,8 @@ def _behind(value: Any, operators: Operators) -> Value | None:
 
 def _why_no_head(value: Value | None, operators: Operators) -> str:
     call = operators.does(value) if value is not None else None
+    if value is not None and not isinstance(operators.meta(value).shape[-1], int):
+        return "how many classes there are is not known when the graph is compiled"
     by = f"made by {str(call.operator).replace('aten.', '')}" if call is not None else "not made in this graph"
     return f"what it is a loss of is {by}, and not by a product of rows with a plain weight"
 

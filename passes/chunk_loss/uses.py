@@ -165,18 +165,17 @@ class _Reader:
         if any(value in self.inside and value not in wide for value in arguments):
             raise OtherUse(node, f"by {_operator(call)} before they are added up")
         try:
+            is_off = not self._passes_gradients(node)
             site = site_of(call, node, step, wide, operators)
             if site is not None:
-                is_off = site.wide.is_detached or not self._passes_gradients(node)
-                self.uses.sites.append(site.detached() if is_off else site)
+                self.uses.sites.append(site.detached() if is_off or site.wide.is_detached else site)
                 self.ended.update(results)
                 return
             for value in results:
-                found = wide_result(call, value, wide, operators)
+                found = wide_result(call, value, wide, operators, is_off=is_off)
                 if found is None:
                     raise OtherUse(node, f"by {_operator(call)}")
-                is_off = found.is_detached or not self._passes_gradients(node)
-                wide[value] = found.detached() if is_off else found
+                wide[value] = found
         except NotALoss as reason:
             raise OtherUse(node, f"by {_operator(call)}: {reason}") from None
 

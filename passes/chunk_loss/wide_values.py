@@ -48,16 +48,17 @@ class Wide:
     factor: float = 1.0
     is_detached: bool = False
 
-    def detached(self) -> Wide:
-        return replace(self, is_detached=True)
-
     def is_of(self, other: Wide) -> bool:
         """Are both of the same rows of the same logits, in the same layout?"""
         return all(getattr(self, name) == getattr(other, name) for name in ("steps", "path", "classes", "is_detached"))
 
 
-def wide_result(call: Call, value: Value, known: Mapping[Value, Wide], operators: Operators) -> Wide | None:
+def wide_result(
+    call: Call, value: Value, known: Mapping[Value, Wide], operators: Operators, *, is_off: bool
+) -> Wide | None:
     """``value``, which ``call`` makes of some of the ``known``, as one more; None if it is none.
+
+    ``is_off``: no gradients pass through the call.
 
     Raises:
         NotALoss: it might have been one, and why it is not.
@@ -73,14 +74,14 @@ def wide_result(call: Call, value: Value, known: Mapping[Value, Wide], operators
         if step is not None:
             path = wide.path if step[0] is None else (*wide.path, step[0])
             is_detached = wide.is_detached or call.operator is aten.detach
-            return replace(wide, path=path, classes=step[1], is_detached=is_detached)
+            return replace(wide, path=path, classes=step[1], is_detached=is_detached or is_off)
         if operators.meta(source).device != meta.device:
             raise NotALoss("they are copied to another device")
         found = _of_one(call, wide, operators.meta(source).rank, value, operators)
-    found = found or _of_two(call, known, operators)
+    found = found or _of_two(call, known, operators, is_off)
     if found is None or not meta.dtype.is_floating_point:
         return None
-    return replace(found, dtype=meta.dtype)
+    return replace(found, dtype=meta.dtype, is_detached=found.is_detached or is_off)
 
 
 def is_over_classes(dim: Any, wide: Wide, rank: int) -> bool:
@@ -131,13 +132,15 @@ def _scaled(wide: Wide, kind: Literal["multiply", "divide"], factor: float) -> W
     return None
 
 
-def _of_two(call: Call, known: Mapping[Value, Wide], operators: Operators) -> Wide | None:
+def _of_two(call: Call, known: Mapping[Value, Wide], operators: Operators, is_off: bool) -> Wide | None:
     match call:
         case Call(aten.mul | aten.multiply, {"self": Value() as first, "other": Value() as second}):
             for one, other in ((known.get(first), known.get(second)), (known.get(second), known.get(first))):
                 if one is None or other is None or one.form != "probabilities" or not one.is_of(other):
                     continue
                 forms: dict[Form, Form] = {"log_probabilities": "p_log_p", "logits": "p_logits"}
+                if other.form in forms and one.is_detached != other.is_detached and not is_off:
+                    raise NotALoss("gradients pass through one factor alone")
                 if other.form in forms:
                     return replace(other, form=forms[other.form])
         case Call(aten.sub | aten.subtract, {"self": Value() as scores, "other": Value() as total, "alpha": 1}):

@@ -28,7 +28,7 @@ def rows_and_head(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Hidden states ``[*rows, size]``, a weight ``[classes, size]`` and targets ``[*rows]``, a few of them ignored."""
     hidden = torch.randn(*rows, size, dtype=dtype, requires_grad=True)
-    weight = torch.randn(classes, size, dtype=dtype, requires_grad=True)
+    weight = torch.nn.Parameter(torch.randn(classes, size, dtype=dtype))  # of static size, as those of models
     target = torch.randint(0, classes, tuple(rows))
     target.view(-1)[::5] = -100
     return hidden, weight, target
@@ -36,7 +36,7 @@ def rows_and_head(
 
 def results_of(fn: Callable[..., Any], inputs: Sequence[Any], backward: bool = True) -> list[Any]:
     """Outputs, whether each needs a gradient, and the gradients of the inputs (None where there is none)."""
-    given = [copy.deepcopy(value).requires_grad_(value.requires_grad) if _floats(value) else value for value in inputs]
+    given = [copy.deepcopy(value) if _floats(value) else value for value in inputs]
     outputs = fn(*given)
     outputs = list(outputs) if isinstance(outputs, tuple | list) else [outputs]
     ends = [out for out in outputs if isinstance(out, torch.Tensor) and out.requires_grad]
