@@ -16,12 +16,12 @@ from glue_compiler.passes.chunk_loss.operands import Operands
 from glue_compiler.passes.chunk_loss.row_nodes import RowWriter
 
 
-def defer_outputs_of(replacement: Replacement, operands: Operands, writer: RowWriter) -> tuple[DeferredOutput, ...]:
-    """Rewrites the graph's outputs; ``writer`` then stands before them."""
+def defer_outputs_of(replacement: Replacement, operands: Operands, keeps: int) -> tuple[DeferredOutput, ...]:
+    """Rewrites the outputs of the graph, whose caller ``keeps`` so many; writes before them from then on."""
     if not replacement.outputs:
         return ()
-    graph = replacement.scope.module.graph
-    returned = _Returned(graph)
+    writer, graph = operands.writer, replacement.scope.module.graph
+    returned = _Returned(graph, keeps)
     writer.make.mode, writer.make.meta = writer.operators.mode(returned.node), {}
     found = []
     for output in replacement.outputs:
@@ -38,13 +38,12 @@ class _Returned:
     """What a graph returns, while it is rewritten."""
 
     graph: fx.Graph
+    keeps: int
     values: list[Any] = field(init=False)
 
     def __post_init__(self) -> None:
         self.node = self.graph.output_node()
         self.values = list(self.node.args[0])  # type: ignore[arg-type]
-        self.count = len(self.values)
-        """Of what the graph's caller gets."""
         self.inputs = {node: position for position, node in enumerate(self.graph.find_nodes(op="placeholder"))}
 
     def operand(self, node: fx.Node, is_detached: bool) -> Operand:
@@ -68,7 +67,7 @@ def _deferred(output: Output, replacement: Replacement, operands: Operands, retu
         tuple(
             returned.operand(operands.bias(each, False), wide.is_detached) for each in terms if each.bias is not None
         ),
-        returned.count,
+        returned.keeps,
     )
 
 

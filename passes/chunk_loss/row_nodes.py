@@ -27,6 +27,8 @@ class RowWriter:
     make: NodeMaker
     graph: fx.Graph
     operators: Operators
+    replaced: dict[fx.Node, fx.Node]
+    """What took the place of nodes that are gone."""
 
     def along(self, node: fx.Node, path: Sequence[RowStep], rows: int) -> fx.Node:
         """``node``, whose first ``rows`` dimensions are rows, after the steps of ``path``."""
@@ -72,6 +74,8 @@ class RowWriter:
     def node(self, value: Value) -> fx.Node:
         found = self.operators.node_of(value)
         assert found is not None, "analysis asks for a node of each operand"
+        while found in self.replaced:
+            found = self.replaced[found]
         return found
 
     def _after(self, step: RowStep, node: fx.Node, others: int) -> fx.Node:

@@ -15,7 +15,7 @@ from glue_compiler.fx.value_numbering import Scope
 from glue_compiler.fx.values import leaves, requires_grad, tensors_in, value_of
 from glue_compiler.passes.chunk_loss.heads import Head
 from glue_compiler.passes.chunk_loss.losses import Site, site_of
-from glue_compiler.passes.chunk_loss.wide_values import NotALoss, Wide, wide_result
+from glue_compiler.passes.chunk_loss.wide_values import Known, NotALoss, Wide, wide_result
 
 aten = torch.ops.aten
 _SIZES = (
@@ -39,6 +39,7 @@ class Uses:
         sites: where they end in numbers of rows, or in one number, in order.
         outputs: (position in the graph's outputs, node, value).
         sizes: nodes that read nothing but sizes of them.
+        dead: nodes whose results nothing needs.
     """
 
     wide: dict[Value, Wide] = field(default_factory=dict)
@@ -46,6 +47,7 @@ class Uses:
     sites: list[Site] = field(default_factory=list)
     outputs: list[tuple[int, fx.Node, Value]] = field(default_factory=list)
     sizes: list[fx.Node] = field(default_factory=list)
+    dead: list[fx.Node] = field(default_factory=list)
 
 
 class OtherUse(Exception):
@@ -83,6 +85,7 @@ class _Reader:
         self.head = head
         self.dead = dead
         self.uses = Uses()
+        self.known = Known(operators, self._passes_gradients, self.uses.wide, {})
         self.inside = set(head.inside)
         self.ended: set[Value] = set()
         """Results of sites, and the other results of operators that end in one."""
@@ -94,9 +97,12 @@ class _Reader:
         self.uses.wide[self.head.value] = Wide("logits", (), (), meta.rank - 1, meta.dtype, is_detached=grad_is_off)
         holders = set(inside)
         for node in graph.nodes:
-            if node in self.dead:
+            if node not in inside and holders.isdisjoint(node.all_input_nodes):
                 continue
-            if node in inside or not holders.isdisjoint(node.all_input_nodes):
+            if node in self.dead:
+                holders.add(node)
+                self.uses.dead.append(node)
+            else:
                 self._visit(node, inside, holders)
 
     def _visit(self, node: fx.Node, inside: set[fx.Node], holders: set[fx.Node]) -> None:
@@ -165,14 +171,16 @@ class _Reader:
         if any(value in self.inside and value not in wide for value in arguments):
             raise OtherUse(node, f"by {_operator(call)} before they are added up")
         try:
-            is_off = not self._passes_gradients(node)
             site = site_of(call, node, step, wide, operators)
             if site is not None:
-                self.uses.sites.append(site.detached() if is_off or site.wide.is_detached else site)
+                is_detached = site.wide.is_detached or not self._passes_gradients(node)
+                self.uses.sites.append(site.detached() if is_detached else site)
+                if site.kind == "logsumexp":
+                    self.known.totals[site.value] = (site.wide, site.keepdim, is_detached)
                 self.ended.update(results)
                 return
             for value in results:
-                found = wide_result(call, value, wide, operators, is_off=is_off)
+                found = wide_result(call, value, self.known)
                 if found is None:
                     raise OtherUse(node, f"by {_operator(call)}")
                 wide[value] = found

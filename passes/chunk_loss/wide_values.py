@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
+from torch import fx
 
 from glue_compiler.deferred.head import Step
 from glue_compiler.fx.index_operators import CONVERSIONS
@@ -50,23 +51,36 @@ class Wide:
 
     def is_of(self, other: Wide) -> bool:
         """Are both of the same rows of the same logits, in the same layout?"""
-        return all(getattr(self, name) == getattr(other, name) for name in ("steps", "path", "classes", "is_detached"))
+        return all(getattr(self, name) == getattr(other, name) for name in ("steps", "path", "classes"))
 
 
-def wide_result(
-    call: Call, value: Value, known: Mapping[Value, Wide], operators: Operators, *, is_off: bool
-) -> Wide | None:
-    """``value``, which ``call`` makes of some of the ``known``, as one more; None if it is none.
+@dataclass(frozen=True)
+class Known:
+    """What has been read of a graph.
 
-    ``is_off``: no gradients pass through the call.
+    Attributes:
+        wide: values as wide as the logits.
+        totals: logsumexps over their classes: of what, whether they keep a size of one, and are detached.
+        passes_gradients: does a node pass gradients on to its operands?
+    """
+
+    operators: Operators
+    passes_gradients: Callable[[fx.Node], bool]
+    wide: dict[Value, Wide]
+    totals: dict[Value, tuple[Wide, bool, bool]]
+
+
+def wide_result(call: Call, value: Value, known: Known) -> Wide | None:
+    """``value``, which ``call`` makes of some that are ``known``, as one more; None if it is none.
 
     Raises:
         NotALoss: it might have been one, and why it is not.
     """
+    operators, is_off = known.operators, not known.passes_gradients(call.node)
     meta = operators.meta(value)
     source = call.arguments.get("self")
     found: Wide | None = None
-    if isinstance(source, Value) and (wide := known.get(source)) is not None:
+    if isinstance(source, Value) and (wide := known.wide.get(source)) is not None:
         try:
             step = row_step(call, wide.classes, value, operators)
         except NotARowStep as reason:
@@ -78,7 +92,7 @@ def wide_result(
         if operators.meta(source).device != meta.device:
             raise NotALoss("they are copied to another device")
         found = _of_one(call, wide, operators.meta(source).rank, value, operators)
-    found = found or _of_two(call, known, operators, is_off)
+    found = found or _of_two(call, known, is_off)
     if found is None or not meta.dtype.is_floating_point:
         return None
     return replace(found, dtype=meta.dtype, is_detached=found.is_detached or is_off)
@@ -132,10 +146,11 @@ def _scaled(wide: Wide, kind: Literal["multiply", "divide"], factor: float) -> W
     return None
 
 
-def _of_two(call: Call, known: Mapping[Value, Wide], operators: Operators, is_off: bool) -> Wide | None:
+def _of_two(call: Call, known: Known, is_off: bool) -> Wide | None:
     match call:
         case Call(aten.mul | aten.multiply, {"self": Value() as first, "other": Value() as second}):
-            for one, other in ((known.get(first), known.get(second)), (known.get(second), known.get(first))):
+            left, right = known.wide.get(first), known.wide.get(second)
+            for one, other in ((left, right), (right, left)):
                 if one is None or other is None or one.form != "probabilities" or not one.is_of(other):
                     continue
                 forms: dict[Form, Form] = {"log_probabilities": "p_log_p", "logits": "p_logits"}
@@ -144,26 +159,28 @@ def _of_two(call: Call, known: Mapping[Value, Wide], operators: Operators, is_of
                 if other.form in forms:
                     return replace(other, form=forms[other.form])
         case Call(aten.sub | aten.subtract, {"self": Value() as scores, "other": Value() as total, "alpha": 1}):
-            wide = known.get(scores)
-            if wide is not None and wide.form == "logits" and _is_logsumexp(total, scores, wide, operators):
+            wide = known.wide.get(scores)
+            if wide is not None and wide.form == "logits" and _is_total(total, wide, known, is_off):
                 return replace(wide, form="log_probabilities")
         case _:
             pass
     return None
 
 
-def _is_logsumexp(value: Value, of: Value, wide: Wide, operators: Operators) -> bool:
-    """Is ``value`` the logsumexp of ``of`` over its classes, broadcast to them?"""
-    rank = operators.meta(of).rank
-    match operators.does(value):
-        case Call(aten.unsqueeze, {"self": Value() as total, "dim": dim}) if dim % rank == wide.classes:
-            value, keepdim = total, False
+def _is_total(value: Value, wide: Wide, known: Known, is_off: bool) -> bool:
+    """Is ``value`` the logsumexp of the rows of ``wide``, broadcast to their classes, and differentiated as they are?"""
+    is_cut, keepdim = False, True
+    match known.operators.does(value):
+        case Call(aten.unsqueeze, {"self": Value() as total, "dim": dim}) as call:
+            if dim % known.operators.meta(value).rank == wide.classes:
+                is_cut, keepdim, value = not known.passes_gradients(call.node), False, total
         case _:
-            keepdim = True
-    match operators.does(value):
-        case Call(aten.logsumexp, {"self": source, "dim": dim, "keepdim": kept}):
-            return source == of and kept is keepdim and is_over_classes(dim, wide, rank)
-    return False
+            pass
+    if value not in known.totals:
+        return False
+    of, kept, is_detached = known.totals[value]
+    is_cut = is_cut or is_detached
+    return of.form == "logits" and of.is_of(wide) and kept is keepdim and (is_off or is_cut == wide.is_detached)
 
 
 @dataclass(frozen=True)

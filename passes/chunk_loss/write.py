@@ -32,8 +32,12 @@ def apply_plan(plan: Plan, operators: Operators, fake_mode: Any) -> tuple[Counte
     """Rewrite all losses; returns what was done, and the outputs of the graph that are deferred."""
     counts: Counter[str] = Counter()
     deferred: list[DeferredOutput] = []
+    replaced: dict[fx.Node, fx.Node] = {}
+    returned = {each.scope: len(each.scope.module.graph.output_node().args[0]) for each in plan.replacements}  # type: ignore[arg-type]
     for replacement in plan.replacements:
-        writer = _Writer(replacement, operators, NodeMaker(fake_mode))
+        writer = _Writer(
+            replacement, RowWriter(NodeMaker(fake_mode), replacement.scope.module.graph, operators, replaced)
+        )
         writer.write_sizes()
         order = {node: place for place, node in enumerate(replacement.scope.module.graph.nodes)}
         for group in sorted(replacement.groups, key=lambda group: min(order[site.node] for site in group.sites)):
@@ -41,7 +45,7 @@ def apply_plan(plan: Plan, operators: Operators, fake_mode: Any) -> tuple[Counte
             counts["losses" if isinstance(group, Fused) else "statistics"] += 1
         for site in (site for group in replacement.groups for site in group.sites):
             writer.replace(site)
-        deferred += defer_outputs_of(replacement, writer.operands, writer.rows)
+        deferred += defer_outputs_of(replacement, writer.operands, returned[replacement.scope])
         counts["deferred"] += len(replacement.outputs)
         counts["nodes_erased"] += erase_dead(operators.numbering, writer.abandoned())
     for scope in operators.numbering.scopes if plan.replacements else ():
@@ -52,19 +56,15 @@ def apply_plan(plan: Plan, operators: Operators, fake_mode: Any) -> tuple[Counte
 class _Writer:
     """Writes what takes the place of one head's logits."""
 
-    def __init__(self, replacement: Replacement, operators: Operators, make: NodeMaker) -> None:
+    def __init__(self, replacement: Replacement, rows: RowWriter) -> None:
         self.replacement = replacement
-        self.operators = operators
-        self.make = make
-        self.graph = replacement.scope.module.graph
-        self.rows = RowWriter(make, self.graph, operators)
+        self.rows, self.make, self.graph, self.operators = rows, rows.make, rows.graph, rows.operators
         self.operands = Operands(replacement.head, self.rows)
         self.results: dict[Site, fx.Node] = {}
 
     def write_sizes(self) -> None:
         """Sizes that were read of the logits, or of what is made of them, are read elsewhere."""
-        near = self.operators.node_of(self.replacement.head.terms[0].rows)
-        assert near is not None
+        near = self.rows.node(self.replacement.head.terms[0].rows)
         for node in self.replacement.uses.sizes:
             self._stand_before(node)
             with self.graph.inserting_before(node):
@@ -95,12 +95,13 @@ class _Writer:
         if _kind(expected) != _kind(found):
             raise GlueInvariantError(f"'{node.name}' without logits is {_kind(found)}, and was {_kind(expected)}")
         node.replace_all_uses_with(result)
+        self.rows.replaced[node] = result
 
     def abandoned(self) -> list[fx.Node]:
         uses, head = self.replacement.uses, self.replacement.head
         sites = [self.operators.node_of(site.value) or site.node for site in uses.sites]
         wide = [value.node for value in head.inside] + uses.nodes
-        return [*wide, *uses.sizes, *(site.node for site in uses.sites), *sites]
+        return [*wide, *uses.sizes, *(site.node for site in uses.sites), *sites, *uses.dead]
 
     def _stand_before(self, node: fx.Node) -> None:
         self.make.mode = self.operators.mode(node)
@@ -142,12 +143,10 @@ class _Writer:
             found = self.make.call(self.graph, operator.getitem, both, 1)
             lead = self.operands.lead(site.wide.path, self.make.mode, site.is_detached)
             for each in group.predictions:
-                shaped = self._shaped_as(found, lead)
-                self.results[each] = (
-                    self.make.call(self.graph, aten.unsqueeze.default, shaped, each.wide.classes)
-                    if each.keepdim
-                    else shaped
-                )
+                shaped = self.make.call(self.graph, aten.clone.default, self._shaped_as(found, lead))
+                if each.keepdim:
+                    shaped = self.make.call(self.graph, aten.unsqueeze.default, shaped, each.wide.classes)
+                self.results[each] = shaped
 
     def _shaped_as(self, node: fx.Node, rows: fx.Node) -> fx.Node:
         return self.rows.reshaped(node, tuple(map(expression, value_of(rows).shape[:-1])))

@@ -37,7 +37,9 @@ def shifted_in_hidden_states(hidden, weight, target):
 
 def other_ignored(hidden, weight, target):
     target = target.masked_fill(target == -100, 0)
-    return nn.CrossEntropyLoss(ignore_index=0, reduction="sum")(F.linear(hidden, weight).view(-1, CLASSES), target.view(-1))
+    return nn.CrossEntropyLoss(ignore_index=0, reduction="sum")(
+        F.linear(hidden, weight).view(-1, CLASSES), target.view(-1)
+    )
 
 
 def likelihood(hidden, weight, target):
