@@ -9,6 +9,7 @@ from torch import fx
 
 from glue_compiler import compat
 from glue_compiler.fx import bodies
+from glue_compiler.fx.deferred_logits import join_deferred
 from glue_compiler.fx.prologues import join_prologues
 from glue_compiler.fx.training_pair import TrainingPair
 from glue_compiler.graph_pass import Prologue
@@ -71,6 +72,8 @@ class GraphObserver(Observer):
         if report.prologue is not None and isinstance(graph, fx.GraphModule):
             texts["prologue"] = render_graph(report.prologue.graph)
             texts["whole"] = render_graph(join_prologues(graph, [report.prologue]))
+        elif report.deferred and isinstance(graph, fx.GraphModule):
+            texts["whole"] = render_graph(join_deferred(graph, report.deferred))
         self.text = texts["after"]
         self.waiting.append(ShownPass(report, texts))
 

@@ -10,6 +10,7 @@ from torch import fx
 from glue_compiler import registry
 from glue_compiler.errors import GlueContractError, GlueOptionError, unknown_name
 from glue_compiler.fx.copying import copy_graph_module
+from glue_compiler.fx.deferred_logits import join_deferred
 from glue_compiler.fx.prologues import join_prologues
 from glue_compiler.fx.training_pair import TrainingPair
 from glue_compiler.graph_pass import GraphPass, PairPass, Stage
@@ -23,7 +24,8 @@ class PassRun:
 
     Attributes:
         before: a copy of the graph (or pair) from before.
-        after: the graph itself, which was rewritten in place; with a prologue that was split off, both as one graph.
+        after: the graph itself, which was rewritten in place; with a prologue that was split off, or logits that wait
+            for a reader, as one graph with those.
         report: counts, skips and single rewrites.
     """
 
@@ -73,7 +75,7 @@ def run_pass(graph: fx.GraphModule | TrainingPair, graph_pass: Any, **options: A
     before = copy_graph_module(graph)
     (report,) = pipeline.run(graph, Stage.CAPTURED)
     after = graph if report.prologue is None else join_prologues(graph, [report.prologue])
-    return PassRun(before, after, report)
+    return PassRun(before, join_deferred(after, report.deferred), report)
 
 
 def _resolve(graph_pass: Any) -> GraphPass:

@@ -13,6 +13,7 @@ from torch import fx
 from glue_compiler.errors import GlueVerifyError
 from glue_compiler.fx import bodies
 from glue_compiler.fx.copying import copy_graph_module
+from glue_compiler.fx.deferred_logits import join_deferred
 from glue_compiler.fx.effects import EffectAnalysis
 from glue_compiler.fx.prologues import join_prologues
 from glue_compiler.fx.training_pair import TrainingPair
@@ -51,7 +52,8 @@ class GraphCheck(Observer):
         self.texts[Stage.CAPTURED].append(render_graph(gm))
 
     def handed_off(self, gm: fx.GraphModule, prologues: Sequence[Prologue]) -> None:
-        self.texts[Stage.CAPTURED].append(render_graph(join_prologues(gm, prologues)))
+        deferred = [each for p in self.report.passes for each in p.deferred]
+        self.texts[Stage.CAPTURED].append(render_graph(join_deferred(join_prologues(gm, prologues), deferred)))
 
     def partitioned(self, pair: TrainingPair) -> None:
         self.texts[Stage.PARTITIONED].append(render_pair(pair))

@@ -14,6 +14,7 @@ from torch import fx
 from glue_compiler import registry
 from glue_compiler.compat.switches import modes_restored
 from glue_compiler.fx.copying import copy_graph_module
+from glue_compiler.fx.deferred_logits import join_deferred
 from glue_compiler.fx.prologues import join_prologues
 from glue_compiler.graph_pass import Stage
 from glue_compiler.options import parse_options
@@ -119,6 +120,7 @@ def checked(template: Template, gm: fx.GraphModule, name: str) -> Checked:
     if not report.changed:
         return Checked([], 0, bool(report.skips))
     after = gm if report.prologue is None else join_prologues(gm, [report.prologue])
+    after = join_deferred(after, report.deferred)
     actual = harness.observe(_module(template, after))
     return Checked(harness.differences(before, expected, actual), max(1, len(report.rewrites)), True)
 

@@ -1,0 +1,63 @@
+"""Losses of unmodified transformers models: the loss and every gradient are eager's, and nobody makes the logits."""
+
+import pytest
+import torch
+
+from glue_compiler.deferred.tensor import DeferredTensor
+from tests.captured import compile_with_glue
+from tests.passes.chunk_loss.exact_models import FAMILIES, inputs_of, results_of, tiny
+from tests.passes.chunk_loss.runs import ONLY, largest_allocation, small_chunks  # noqa: F401
+
+
+def assert_equal(expected, actual):
+    assert expected.keys() == actual.keys()
+    for name, want in expected.items():
+        assert (want is None) == (actual[name] is None), name
+        if want is not None:
+            torch.testing.assert_close(actual[name], want, atol=1e-10, rtol=1e-10, equal_nan=True, msg=name)
+
+
+def assert_deferred(compiled):
+    done = {p.name: p for p in compiled.session.graphs[-1].passes}["chunk_loss"]
+    assert (done.counts.get("losses"), done.counts.get("deferred")) == (1, 1), done.skips
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_loss_and_every_gradient_are_eagers(family):
+    model = tiny(family)
+    compiled = compile_with_glue(model, passes={**ONLY, "group_experts": True})
+    for kind in ("some", "ignored"):
+        inputs = inputs_of(family, kind)
+        assert_equal(results_of(model, model, inputs), results_of(model, compiled.call, inputs))
+    assert_deferred(compiled)
+
+
+@pytest.mark.parametrize("kind", ["one"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "bert"])
+def test_one_token(family, kind):
+    model = tiny(family)
+    compiled = compile_with_glue(model, passes=ONLY)
+    inputs = inputs_of(family, kind)
+    assert_equal(results_of(model, model, inputs), results_of(model, compiled.call, inputs))
+    assert_deferred(compiled)
+
+
+def test_nobody_makes_the_logits():
+    model = tiny("llama", vocab_size=211)
+    compiled = compile_with_glue(model, passes=ONLY)
+    inputs = inputs_of("llama")
+    inputs = {name: value.repeat(4, 1) for name, value in inputs.items()}
+    results_of(model, compiled.call, inputs)
+
+    def step():
+        model.zero_grad()
+        output = compiled.call(**inputs)
+        assert isinstance(output.logits, DeferredTensor)
+        output.loss.backward()
+
+    def reader():
+        assert compiled.call(**inputs).logits.sum().isfinite()
+
+    logits = inputs["labels"].numel() * 211 * 8
+    assert largest_allocation(step) < logits
+    assert largest_allocation(reader) >= logits
