@@ -27,3 +27,16 @@ def example_input(value: Any) -> Any:
         return value
     with context.fake_mode:
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
+def subclass_of(placeholder: fx.Node) -> str | None:
+    """The name of the input's class, if it is one of a user's that takes part in calls of operators; else None.
+
+    Dynamo traces what such a class does with torch functions, and hands its objects to the compiled graph.
+    """
+    example = getattr(placeholder.meta.get("grapharg"), "example", None)
+    kind = type(example)
+    if not isinstance(example, torch.Tensor) or kind in (torch.Tensor, torch.nn.Parameter):
+        return None
+    is_passive = kind.__torch_function__ is torch._C._disabled_torch_function_impl
+    return None if is_passive and not hasattr(kind, "__tensor_flatten__") else kind.__name__

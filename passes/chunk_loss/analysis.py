@@ -10,8 +10,9 @@ import torch
 from torch import fx
 
 from glue_compiler.compat import upper_bound
+from glue_compiler.compat.graph_inputs import subclass_of
 from glue_compiler.fx.index_operators import CONVERSIONS
-from glue_compiler.fx.operators import Operators, Value
+from glue_compiler.fx.operators import FOUND, Operators, Value
 from glue_compiler.fx.value_numbering import Numbering, Scope
 from glue_compiler.fx.values import expression, is_plain, requires_grad, source_line, storages_of, value_of
 from glue_compiler.graph_pass import Skip
@@ -123,6 +124,8 @@ def _why_no_head(value: Value | None, operators: Operators) -> str:
     call = operators.does(value) if value is not None else None
     if value is not None and not isinstance(operators.meta(value).shape[-1], int):
         return "how many classes there are is not known when the graph is compiled"
+    if value is not None and (value.step == FOUND or (call is not None and call.written)):
+        return "what it is a loss of was written in place"
     by = f"made by {str(call.operator).replace('aten.', '')}" if call is not None else "not made in this graph"
     return f"what it is a loss of is {by}, and not by a product of rows with a plain weight"
 
@@ -161,6 +164,8 @@ def _require_nodes(head: Head, uses: Uses, operators: Operators) -> None:
         needed = [*operands_of(head), *_tensors_of(site)]
         for value in needed:
             node = operators.node_of(value)
+            if node is not None and node.op == "placeholder" and (kind := subclass_of(node)) is not None:
+                raise NotALoss(f"an operand of the product, or a target, is of a class of its own, {kind}")
             if node is None or node.graph is not graph:
                 raise NotALoss("an operand of the product, or a target, is inside of a call that does more")
             if not operators.is_kept(value, site.node):

@@ -168,7 +168,7 @@ def _of_two(call: Call, known: Known, is_off: bool) -> Wide | None:
 
 
 def _is_total(value: Value, wide: Wide, known: Known, is_off: bool) -> bool:
-    """Is ``value`` the logsumexp of the rows of ``wide``, broadcast to their classes, and differentiated as they are?"""
+    """Is ``value`` the logsumexp of the rows of ``wide``, for each class the same, and differentiated as they are?"""
     is_cut, keepdim = False, True
     match known.operators.does(value):
         case Call(aten.unsqueeze, {"self": Value() as total, "dim": dim}) as call:

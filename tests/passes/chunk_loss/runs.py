@@ -57,7 +57,7 @@ def assert_same(expected: Sequence[Any], actual: Sequence[Any], atol: float = 1e
     assert len(expected) == len(actual)
     for place, (want, got) in enumerate(zip(expected, actual, strict=True)):
         if not isinstance(want, torch.Tensor):
-            assert want == got and type(want) is type(got), f"result {place}: {want} and {got}"
+            assert (want, type(want)) == (got, type(got)), f"result {place}"
             continue
         assert got is not None, f"result {place} is None"
         torch.testing.assert_close(got, want, atol=atol, rtol=atol, equal_nan=True, msg=lambda m, p=place: f"{p}: {m}")

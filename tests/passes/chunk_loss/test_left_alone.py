@@ -1,0 +1,195 @@
+"""Near misses: what looks like a loss without logits and must stay as it is, beside forms that are rewritten."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.passes.chunk_loss.runs import (  # noqa: F401
+    CLASSES,
+    check_left_alone,
+    check_rewritten,
+    rows_and_head,
+    small_chunks,
+)
+
+
+def flat(logits):
+    return logits.view(-1, CLASSES)
+
+
+def largest_is_used(hidden, weight, target):
+    logits = flat(F.linear(hidden, weight))
+    return F.cross_entropy(logits, target.view(-1)) + logits.max(-1)[0].sum()
+
+
+def only_its_place_is_used(hidden, weight, target):
+    logits = flat(F.linear(hidden, weight))
+    return F.cross_entropy(logits, target.view(-1)), logits.max(-1)[1]
+
+
+def some_classes(hidden, weight, target):
+    logits = flat(F.linear(hidden, weight))
+    return F.cross_entropy(logits[:, :20], target.view(-1).clamp(max=19))
+
+
+def all_classes(hidden, weight, target):
+    return F.cross_entropy(flat(F.linear(hidden, weight))[:, :CLASSES], target.view(-1))
+
+
+def masked_classes(hidden, weight, target):
+    banned = torch.arange(CLASSES) == 3
+    return F.cross_entropy(flat(F.linear(hidden, weight)).masked_fill(banned, -1e9), target.view(-1))
+
+
+def probabilities_as_targets(hidden, weight, target):
+    wanted = torch.full((target.numel(), CLASSES), 1 / CLASSES, dtype=hidden.dtype)
+    return F.cross_entropy(flat(F.linear(hidden, weight)), wanted)
+
+
+def written_logits(hidden, weight, target):
+    logits = flat(F.linear(hidden, weight))
+    logits[0] = 0.0
+    return F.cross_entropy(logits, target.view(-1))
+
+
+def halved_in_place(hidden, weight, target):
+    return F.cross_entropy(flat(F.linear(hidden, weight)).div_(2), target.view(-1))
+
+
+def halved(hidden, weight, target):
+    return F.cross_entropy(flat(F.linear(hidden, weight)).div(2), target.view(-1))
+
+
+def rows_written_before(hidden, weight, target):
+    rows = hidden * 2
+    logits = F.linear(rows, weight)
+    with torch.no_grad():
+        rows.zero_()
+    return F.cross_entropy(flat(logits.detach()), target.view(-1)) + (hidden * weight[0]).sum()
+
+
+def target_written_later(hidden, weight, target):
+    target = target.clone()
+    loss = F.cross_entropy(flat(F.linear(hidden.detach(), weight.detach())), target.view(-1))
+    target.zero_()
+    return loss, target
+
+
+def log_probabilities_returned(hidden, weight, target):
+    logs = F.linear(hidden, weight).log_softmax(-1)
+    return F.nll_loss(flat(logs), target.view(-1)), logs
+
+
+def capped_twice(hidden, weight, target):
+    return F.cross_entropy(torch.tanh(torch.tanh(flat(F.linear(hidden, weight)))), target.view(-1))
+
+
+def top_tokens(hidden, weight, target):
+    logits = flat(F.linear(hidden, weight))
+    return F.cross_entropy(logits, target.view(-1)), logits.topk(2).indices
+
+
+def scaled_by_a_tensor(hidden, weight, target):
+    return F.cross_entropy(flat(F.linear(hidden, weight) * weight.sum()), target.view(-1))
+
+
+def entropy_with_one_factor_detached(hidden, weight, target):
+    logs = F.linear(hidden, weight).log_softmax(-1)
+    return (logs.detach().exp() * logs).sum(-1)
+
+
+def total_without_gradient(hidden, weight, target):
+    logits = F.linear(hidden, weight)
+    with torch.no_grad():
+        total = logits.logsumexp(-1, keepdim=True)
+    return (logits - total).gather(-1, target.clamp(min=0)[..., None])
+
+
+def distilled(hidden, weight, target):
+    logs = F.linear(hidden, weight).log_softmax(-1)
+    return F.kl_div(logs, torch.full((*target.shape, CLASSES), 1 / CLASSES, dtype=hidden.dtype), reduction="batchmean")
+
+
+def product_is_used_before_it_is_added(hidden, weight, target):
+    first = F.linear(hidden, weight)
+    logits = first + F.linear(hidden * 2, weight)
+    return F.cross_entropy(flat(logits), target.view(-1)) + first.sum()
+
+
+def masked_rows(hidden, weight, target):
+    return F.cross_entropy(flat(F.linear(hidden, weight)).relu(), target.view(-1))
+
+
+@pytest.mark.parametrize(
+    ("loss", "reason"),
+    [
+        (largest_is_used, "and not only its place"),
+        (some_classes, "only some of its classes"),
+        (masked_classes, "masked_fill"),
+        (probabilities_as_targets, "probabilities"),
+        (written_logits, "in place"),
+        (halved_in_place, "written in place"),
+        (rows_written_before, "written in place"),
+        (log_probabilities_returned, "log probabilities"),
+        (capped_twice, "capped twice"),
+        (top_tokens, "topk"),
+        (scaled_by_a_tensor, "mul"),
+        (entropy_with_one_factor_detached, "one factor alone"),
+        (total_without_gradient, "sub"),
+        (distilled, "kl_div"),
+        (product_is_used_before_it_is_added, "before they are added up"),
+        (masked_rows, "relu"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_it_stays_as_it_is(loss, reason):
+    check_left_alone(loss, rows_and_head(), reason)
+
+
+@pytest.mark.parametrize("loss", [only_its_place_is_used, all_classes, halved, target_written_later])
+def test_beside_it_the_logits_go(loss):
+    check_rewritten(loss, rows_and_head())
+
+
+class Weight(torch.Tensor):
+    """A subclass may compute anything."""
+
+
+def test_a_weight_of_a_subclass():
+    hidden, weight, target = rows_and_head()
+    weight = weight.detach().as_subclass(Weight)
+
+    def loss(hidden, target):
+        return F.cross_entropy(flat(F.linear(hidden, weight)), target.view(-1))
+
+    check_left_alone(loss, [hidden, target], "Weight")
+
+
+def test_without_a_loss_nothing_is_looked_at():
+    def model(hidden, weight):
+        return F.linear(hidden, weight)
+
+    from tests.passes.chunk_loss.runs import check
+
+    compiled = check(model, rows_and_head()[:2])
+    assert not compiled.report.passes[0].changed
+    assert not compiled.skip_reasons
+
+
+def test_small_logits_on_a_gpu_do_not_pay():
+    from glue_compiler.ops.loss_costs import pays
+
+    assert pays("cpu", 1)
+    assert not pays("cuda", 2**20)
+    assert pays("cuda", 2**30)
+    assert pays("cuda", None)
+
+
+def test_a_head_with_weights_of_classes_and_smoothing_of_single_rows():
+    def loss(hidden, weight, target, classes):
+        logits = flat(F.linear(hidden, weight))
+        return F.cross_entropy(logits, target.view(-1), classes, reduction="none", label_smoothing=0.1)
+
+    classes = nn.Parameter(torch.rand(CLASSES, dtype=torch.float64), requires_grad=False)
+    check_left_alone(loss, [*rows_and_head(), classes], "smoothed losses of single rows")
