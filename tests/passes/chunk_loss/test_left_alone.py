@@ -163,7 +163,7 @@ def test_a_weight_of_a_subclass():
     def loss(hidden, target):
         return F.cross_entropy(flat(F.linear(hidden, weight)), target.view(-1))
 
-    check_left_alone(loss, [hidden, target], "Weight")
+    check_left_alone(loss, [hidden, target], "Weight", eager=True)  # AOTAutograd fails on it without glue too
 
 
 def test_without_a_loss_nothing_is_looked_at():
