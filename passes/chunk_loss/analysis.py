@@ -163,13 +163,16 @@ def _require_nodes(head: Head, uses: Uses, operators: Operators) -> None:
             raise OtherUse(site.node, "inside of a call that does more")
         needed = [*operands_of(head), *_tensors_of(site)]
         for value in needed:
-            node = operators.node_of(value)
-            if node is not None and node.op == "placeholder" and (kind := subclass_of(node)) is not None:
+            node = operators.operand(value, site.node)
+            if node is None:
+                raise NotALoss(
+                    "an operand of the product, or a target, is written in place before the loss is taken, or is inside "
+                    "of a call that does more"
+                )
+            if node.graph is not graph:
+                raise NotALoss("an operand of the product, or a target, is of another graph")
+            if node.op == "placeholder" and (kind := subclass_of(node)) is not None:
                 raise NotALoss(f"an operand of the product, or a target, is of a class of its own, {kind}")
-            if node is None or node.graph is not graph:
-                raise NotALoss("an operand of the product, or a target, is inside of a call that does more")
-            if not operators.is_kept(value, site.node):
-                raise NotALoss("an operand of the product, or a target, is written in place before the loss is taken")
         storages = storages_of([value_of(value.node) for value in needed])
         if requires_grad(value_of(site.node)) and not operators.numbering.is_unwritten_after(storages, site.node):
             raise NotALoss("an operand of the product, or a target, is written in place later, and backward reads it")

@@ -13,7 +13,7 @@ from torch import fx
 
 from glue_compiler.errors import GlueInvariantError
 from glue_compiler.fx.node_maker import NodeMaker
-from glue_compiler.fx.operators import Operators, Value
+from glue_compiler.fx.operators import FOUND, Operators, Value
 from glue_compiler.fx.values import Symbolic, expression, value_of
 from glue_compiler.passes.chunk_loss.row_steps import RowStep
 
@@ -72,7 +72,7 @@ class RowWriter:
         raise GlueInvariantError(f"no node has the size {number}")
 
     def node(self, value: Value) -> fx.Node:
-        found = self.operators.node_of(value)
+        found = value.node if value.step == FOUND else self.operators.node_of(value)
         assert found is not None, "analysis asks for a node of each operand"
         while found in self.replaced:
             found = self.replaced[found]

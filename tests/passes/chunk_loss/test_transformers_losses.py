@@ -18,14 +18,15 @@ def assert_equal(expected, actual):
 
 
 def assert_deferred(compiled):
-    done = {p.name: p for p in compiled.session.graphs[-1].passes}["chunk_loss"]
-    assert (done.counts.get("losses"), done.counts.get("deferred")) == (1, 1), done.skips
+    done = [p for p in compiled.session.graphs[-1].passes if p.name == "chunk_loss"]
+    assert [(p.counts.get("losses"), p.counts.get("deferred")) for p in done] == [(1, 1)], done[0].skips
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_loss_and_every_gradient_are_eagers(family):
     model = tiny(family)
-    compiled = compile_with_glue(model, passes={**ONLY, "group_experts": True})
+    # Of 4.57 some drop whole layers at random, which breaks the graph before the loss.
+    compiled = compile_with_glue(model, passes={**ONLY, "group_experts": True}, fullgraph=False)
     for kind in ("some", "ignored"):
         inputs = inputs_of(family, kind)
         assert_equal(results_of(model, model, inputs), results_of(model, compiled.call, inputs))
