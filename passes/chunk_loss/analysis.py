@@ -166,8 +166,8 @@ def _require_nodes(head: Head, uses: Uses, operators: Operators) -> None:
             node = operators.operand(value, site.node)
             if node is None:
                 raise NotALoss(
-                    "an operand of the product, or a target, is written in place before the loss is taken, or is inside "
-                    "of a call that does more"
+                    "an operand of the product, or a target, is written in place before the loss is taken, "
+                    "or is inside of a call that does more"
                 )
             if node.graph is not graph:
                 raise NotALoss("an operand of the product, or a target, is of another graph")

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from glue_compiler.backend import GlueBackend
 from glue_compiler.errors import GlueWarning
 from glue_compiler.report.session import Session
+from tests.passes.chunk_loss.exact_models import in_fp64
 
 VOCABULARY = 64
 COMMON = {
@@ -44,7 +45,10 @@ MODELS = {
 def tiny(kind: str, dtype: torch.dtype = torch.float64, **settings: Any) -> nn.Module:
     transformers = pytest.importorskip("transformers")
     config = transformers.AutoConfig.for_model(kind, **{**COMMON, **MODELS[kind], **settings})
-    return transformers.AutoModelForCausalLM.from_config(config).to(dtype).train()
+    model = transformers.AutoModelForCausalLM.from_config(config).to(dtype).train()
+    if dtype == torch.float64:  # else the loss alone is of fp32
+        model.loss_function = in_fp64("transformers.loss.loss_utils").ForCausalLMLoss
+    return model
 
 
 def with_lora(model: nn.Module) -> nn.Module:

@@ -3,10 +3,12 @@
 import pytest
 import torch
 
-from glue_compiler.deferred.tensor import DeferredTensor
-from tests.captured import compile_with_glue
-from tests.passes.chunk_loss.exact_models import FAMILIES, inputs_of, results_of, tiny
-from tests.passes.chunk_loss.runs import ONLY, largest_allocation, small_chunks  # noqa: F401
+transformers = pytest.importorskip("transformers")
+
+from glue_compiler.deferred.tensor import DeferredTensor  # noqa: E402
+from tests.captured import compile_with_glue  # noqa: E402
+from tests.passes.chunk_loss.exact_models import FAMILIES, inputs_of, results_of, tiny  # noqa: E402
+from tests.passes.chunk_loss.runs import ONLY, largest_allocation, small_chunks  # noqa: E402, F401
 
 
 def assert_equal(expected, actual):
@@ -24,6 +26,8 @@ def assert_deferred(compiled):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_loss_and_every_gradient_are_eagers(family):
+    if family == "mpt" and transformers.__version__ < "5":
+        pytest.skip("its masks are filled with a number that fp64 does not fit into fp32, in eager too")
     model = tiny(family)
     # Of 4.57 some drop whole layers at random, which breaks the graph before the loss.
     compiled = compile_with_glue(model, passes={**ONLY, "group_experts": True}, fullgraph=False)
