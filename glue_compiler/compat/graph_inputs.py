@@ -35,8 +35,8 @@ def subclass_of(placeholder: fx.Node) -> str | None:
     Dynamo traces what such a class does with torch functions, and hands its objects to the compiled graph.
     """
     example = getattr(placeholder.meta.get("grapharg"), "example", None)
-    kind = type(example)
-    if not isinstance(example, torch.Tensor) or kind in (torch.Tensor, torch.nn.Parameter):
+    if not isinstance(example, torch.Tensor) or type(example) in (torch.Tensor, torch.nn.Parameter):
         return None
+    kind: Any = type(example)
     is_passive = kind.__torch_function__ is torch._C._disabled_torch_function_impl
     return None if is_passive and not hasattr(kind, "__tensor_flatten__") else kind.__name__

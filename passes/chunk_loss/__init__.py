@@ -9,7 +9,7 @@ from torch import fx
 from glue_compiler.fx.operators import Operators
 from glue_compiler.fx.value_numbering import number_values
 from glue_compiler.graph_pass import GraphPass, Numerics, PassContext, PassResult
-from glue_compiler.passes.chunk_loss.analysis import Settings, plan_losses
+from glue_compiler.passes.chunk_loss.analysis import Settings, may_have_losses, plan_losses
 from glue_compiler.passes.chunk_loss.write import apply_plan
 
 
@@ -27,6 +27,8 @@ class ChunkLoss(GraphPass):
         return (options.logits,)
 
     def run(self, graph: fx.GraphModule, context: PassContext) -> PassResult:
+        if not may_have_losses(graph, context.effects):
+            return PassResult(changed=False)
         operators = Operators(number_values(graph, context.effects), context.effects)
         settings = Settings(context.options.logits == "kept", context.shape_env)
         plan = plan_losses(operators.numbering, operators, settings)

@@ -11,6 +11,8 @@ from torch import fx
 
 from glue_compiler.compat import upper_bound
 from glue_compiler.compat.graph_inputs import subclass_of
+from glue_compiler.fx import bodies
+from glue_compiler.fx.effects import EffectAnalysis
 from glue_compiler.fx.index_operators import CONVERSIONS
 from glue_compiler.fx.operators import FOUND, Operators, Value
 from glue_compiler.fx.value_numbering import Numbering, Scope
@@ -74,6 +76,17 @@ class Settings:
 
     keeps_logits: bool
     shape_env: Any
+
+
+def may_have_losses(gm: fx.GraphModule, effects: EffectAnalysis) -> bool:
+    """Does any node of a graph, or of a body in it, end in what takes logits?"""
+    effects.read_modes(gm)
+    for module in bodies.graph_modules(gm):
+        for node in module.graph.nodes:
+            record = effects.record_of(module, node)
+            if record is not None and any(each.overload.overloadpacket in _ENDS for each in record.operators):
+                return True
+    return False
 
 
 def plan_losses(numbering: Numbering, operators: Operators, settings: Settings) -> Plan:
