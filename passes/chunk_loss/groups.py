@@ -84,7 +84,8 @@ class _Grouping:
     def predict(self, site: Site) -> bool:
         """Let a cross entropy of the same rows make the predictions."""
         for fused in self.fused:
-            if _rows(fused.site) == _rows(site) and self._is_there(fused.site.target, site):
+            is_there = self._is_there(fused.site.target, site) and self._stand_together([*fused.sites, site])
+            if _rows(fused.site) == _rows(site) and is_there:
                 fused.predictions.append(site)
                 return True
         return False
@@ -93,7 +94,8 @@ class _Grouping:
         scores, path = _rows(site)
         for group in self.statistics:
             is_of_them = path == group.path or (site.target is None and path[: len(group.path)] == group.path)
-            if group.scores != scores or not is_of_them or not self._share_target(group, site):
+            is_served = self._share_target(group, site) and self._stand_together([*group.sites, site])
+            if group.scores != scores or not is_of_them or not is_served:
                 continue
             group.target = group.target or (site if site.target is not None else None)
             group.dtype = torch.promote_types(group.dtype, _work(site))
@@ -115,6 +117,15 @@ class _Grouping:
             and first.wide.classes == second.wide.classes
             and _ignored(first) == _ignored(second)
         )
+
+    def _stand_together(self, sites: Sequence[Site]) -> bool:
+        """Does the first of them, where the operator is written, pass gradients on if any of them does?"""
+        is_on = {site: self._is_on(site) for site in sites}
+        return is_on[min(sites, key=lambda site: self.order[site.node])] or not any(is_on.values())
+
+    def _is_on(self, site: Site) -> bool:
+        grad = self.operators.mode(site.node).grad
+        return torch.is_grad_enabled() if grad is None else grad
 
     def _is_there(self, target: Value | None, site: Site) -> bool:
         """Has ``target`` been made when ``site`` comes?"""

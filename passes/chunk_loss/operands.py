@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from glue_compiler.fx.modes import Mode
-from glue_compiler.fx.values import value_of
+from glue_compiler.fx.values import expression, value_of
 from glue_compiler.passes.chunk_loss.heads import Head, Term
 from glue_compiler.passes.chunk_loss.row_nodes import RowWriter
 from glue_compiler.passes.chunk_loss.row_steps import RowStep
@@ -76,7 +76,11 @@ class Operands:
         if term.scale is not None:
             node = self._call(aten.mul.Scalar, node, term.scale)
         shape = value_of(node).shape
-        return node if len(shape) == 2 else self._call(aten.reshape.default, node, [-1, shape[-1]])
+        return (
+            node
+            if len(shape) == 2
+            else self._call(aten.reshape.default, node, [-1, self.writer.size(expression(shape[-1]), node)])
+        )
 
     def _cast(self, node: fx.Node, term: Term) -> fx.Node:
         if value_of(node).dtype == term.dtype:

@@ -42,7 +42,7 @@ class RowWriter:
         found = tuple(value_of(node).shape)
         if tuple(map(expression, found)) == tuple(shape):
             return node
-        unknown = [size for size in shape if not isinstance(size, int)]
+        unknown = [size for size in shape if not isinstance(size, int)] if 0 not in shape else []
         sizes = [-1 if unknown and size is unknown[0] else self.size(size, node) for size in shape]
         return self.make.call(self.graph, aten.reshape.default, node, sizes)
 

@@ -275,6 +275,17 @@ def test_an_accuracy_beside_the_loss(loss, counts):
     assert check_rewritten(loss, rows_and_head()) == counts
 
 
+def predictions_without_gradients_first(hidden, weight, target):
+    logits = F.linear(hidden, weight).view(-1, CLASSES)
+    with torch.no_grad():
+        found = logits.argmax(-1)
+    return found, logits.log_softmax(-1).mean(-1)
+
+
+def test_what_stands_under_no_grad_does_not_cut_off_what_comes_later():
+    assert check_rewritten(predictions_without_gradients_first, rows_and_head()) == {"statistics": 2}
+
+
 @pytest.mark.parametrize("target", [[-100] * 6, [-100, 3, -100, -100, -100, -100], []], ids=["ignored", "one", "none"])
 @pytest.mark.parametrize("loss", [mean, total, likelihood, z_loss, rows_of_losses])
 def test_few_targets(loss, target):
