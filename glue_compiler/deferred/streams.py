@@ -30,13 +30,17 @@ class StreamOrder:
     def computing(self) -> AbstractContextManager[None]:
         return nullcontext() if self._stream is None else self._on_stream(self._stream)
 
-    @contextmanager
-    def _on_stream(self, stream: torch.cuda.Stream) -> Iterator[None]:
-        if is_capturing():
+    def check_not_capturing(self) -> None:
+        """Raises where a CUDA graph is captured: nothing may wait for the device there, nor be computed late."""
+        if self._stream is not None and is_capturing():
             raise GlueDeferredError(
                 "deferred logits are read for the first time while a CUDA graph is captured, whose replays would "
                 'compute them anew. Read them before the capture, or compile with options={"logits": "kept"}.'
             )
+
+    @contextmanager
+    def _on_stream(self, stream: torch.cuda.Stream) -> Iterator[None]:
+        self.check_not_capturing()
         with torch.cuda.stream(stream):
             yield
             self._computed = torch.cuda.Event()

@@ -99,7 +99,8 @@ class Memory:
         return Memory(head, rows, self.weights, self.biases, watched, self.order)
 
     def check(self, only_rows: bool = False) -> None:
-        """Raises if what they come from, or ``only_rows`` of it, is not what it was."""
+        """Raises if what they come from, or ``only_rows`` of it, is not what it was, or a CUDA graph is captured."""
+        self.order.check_not_capturing()  # comparing weights waits for the device
         for each in self.watched:
             if each.is_row or not only_rows:
                 each.check()
