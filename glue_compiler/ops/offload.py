@@ -63,6 +63,10 @@ def reload_wait(buffer: Tensor, after: Tensor | None) -> Tensor:
 for _operator in (offload_start, offload_wait, reload_start, reload_wait):
     _library.impl(_operator.__name__, _operator, "CompositeExplicitAutograd")
 
+TRANSFERS = frozenset(
+    getattr(torch.ops.glue, name).default for name in ("offload_start", "offload_wait", "reload_start", "reload_wait")
+)
+
 
 @torch.library.register_fake("glue::offload_start", lib=_library)
 def _(source: Tensor, after: Tensor | None, pinned_limit: int) -> Tensor:

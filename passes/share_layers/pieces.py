@@ -1,0 +1,132 @@
+"""Pieces of a graph as calls of a body would see them: what goes in, what comes out, and what is done between."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from glue_compiler.fx.storage_roots import storage_root
+from glue_compiler.fx.values import Symbolic, storages_of, value_of
+from glue_compiler.passes.share_layers.borders import Span
+from glue_compiler.passes.share_layers.steps import Steps, UnknownStep
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Steps that one call of a body can take the place of.
+
+    Attributes:
+        nodes: the steps, in order.
+        operands: what they use of the graph's, in order of first use.
+        outputs: what others use of theirs: memory of their own, and no two share any.
+        views: steps that others use, and that are made again outside, of operands and outputs.
+        kind: equal for two pieces that one body can serve.
+    """
+
+    nodes: tuple[fx.Node, ...]
+    operands: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+    views: tuple[fx.Node, ...]
+    kind: Hashable
+
+
+def piece_of(steps: Steps, span: Span) -> Piece:
+    """The steps of ``span`` as a piece.
+
+    Raises:
+        UnknownStep: no body can hold them.
+    """
+    first, last = span
+    for place in range(first, last):
+        if place in steps.closed:
+            raise UnknownStep(steps.closed[place])
+    nodes = steps.nodes[first:last]
+    numbers: dict[fx.Node, int] = {node: i for i, node in enumerate(nodes)}
+    operands: dict[fx.Node, int] = {}
+
+    def reference(node: fx.Node) -> tuple[str, int]:
+        return ("step", numbers[node]) if node in numbers else ("operand", operands.setdefault(node, len(operands)))
+
+    flow = tuple(tuple(map(reference, _operands(node))) for node in nodes)
+    outputs, views = _outputs(nodes, numbers)
+    for operand in operands:
+        if not isinstance(value_of(operand), torch.Tensor | torch.SymInt | int):
+            raise UnknownStep("a body would take what is no tensor and no number")
+    kind = (
+        steps.local[first:last],
+        flow,
+        tuple(steps.kinds[operand] for operand in operands),
+        tuple(numbers[node] for node in outputs),
+    )
+    return Piece(nodes, tuple(operands), outputs, views, kind)
+
+
+def _operands(node: fx.Node) -> list[fx.Node]:
+    """In the order of the arguments, once for each time that one is passed."""
+    found: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), found.append)
+    return found
+
+
+def _outputs(
+    nodes: tuple[fx.Node, ...], inside: dict[fx.Node, int]
+) -> tuple[tuple[fx.Node, ...], tuple[fx.Node, ...]]:
+    used = [node for node in nodes if any(user not in inside for user in node.users)]
+    views: set[fx.Node] = set()
+    outputs: set[fx.Node] = set()
+    while used:
+        node = used.pop()
+        if node in views or node in outputs:
+            continue
+        if _shows_others(node):
+            # A body returns memory of its own alone, as whoever plans memory outside takes for granted.
+            views.add(node)
+            used += [operand for operand in node.all_input_nodes if operand in inside]
+        else:
+            outputs.add(node)
+    for node in outputs:
+        if not isinstance(value_of(node), torch.Tensor):
+            raise UnknownStep("a body would return what is no tensor")
+    _check_memory(nodes, outputs, inside)
+    return tuple(sorted(outputs, key=inside.__getitem__)), tuple(sorted(views, key=inside.__getitem__))
+
+
+def _shows_others(node: fx.Node) -> bool:
+    """May its memory be its operand's: a view, or a copy that a compiler leaves out, a number?"""
+    if isinstance(value_of(node), (int, *Symbolic)) or storage_root(node) is not node:
+        return True
+    if node.target is operator.getitem:
+        return False
+    given = [value_of(operand) for operand in node.all_input_nodes]
+    if len(given) != 1 or not isinstance(given[0], torch.Tensor):
+        return False
+    made = value_of(node)
+    same = isinstance(made, torch.Tensor) and (made.dtype, made.dim()) == (given[0].dtype, given[0].dim())
+    return same and node.target in _COPIES
+
+
+_COPIES = {
+    aten.clone.default,
+    aten._to_copy.default,
+    aten.contiguous.default,
+    aten.expand.default,
+    torch.ops.prims.convert_element_type.default,
+    torch.ops.prims.device_put.default,
+}
+
+
+def _check_memory(nodes: tuple[fx.Node, ...], outputs: set[fx.Node], inside: dict[fx.Node, int]) -> None:
+    taken = {operand for node in nodes for operand in node.all_input_nodes if operand not in inside}
+    seen: set[Any] = storages_of([value_of(operand) for operand in taken])
+    for node in outputs:
+        memory = storages_of(value_of(node))
+        if memory & seen:
+            raise UnknownStep("a body would return memory of something else, which no schema tells")
+        seen |= memory

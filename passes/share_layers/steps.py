@@ -1,0 +1,151 @@
+"""The operator calls of a forward or a backward graph that a shared body may hold, in order."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from glue_compiler import compat
+from glue_compiler.compat import rng_states
+from glue_compiler.fx.values import Symbolic, expression, is_plain, leaves, value_of
+
+_SEEDS = {"inductor_seeds", "inductor_lookup_seed"}
+"""The seeds of a graph's random numbers, which each call of a body takes its own of."""
+
+# Operators that compute their results from their operands alone, and do nothing else, wherever their schema says so.
+_NAMESPACES = {"aten", "prims", "glue"}
+
+
+class UnknownStep(Exception):
+    """Why a node is no step that a body may hold."""
+
+
+@dataclass(frozen=True)
+class Steps:
+    """``nodes`` in order; the rest of the graph's nodes are made before any of them.
+
+    Attributes:
+        place: of each node in ``nodes``.
+        closed: places of nodes that no body may hold, with the reason.
+        local: for each node a number, equal for two that do the same to operands of the same kind.
+        kinds: of the values of all nodes: dtypes, devices, sizes and strides; None where a body cannot take them.
+    """
+
+    nodes: tuple[fx.Node, ...]
+    place: dict[fx.Node, int]
+    closed: dict[int, str]
+    local: tuple[int, ...]
+    kinds: dict[fx.Node, Hashable]
+
+
+def read_steps(graph: fx.Graph, *, random_numbers: bool) -> Steps:
+    """``random_numbers``: may a body draw some? They are drawn in the order of the calls."""
+    given: set[fx.Node] = set()
+    nodes: list[fx.Node] = []
+    closed: dict[int, str] = {}
+    local: list[int] = []
+    numbers: dict[Hashable, int] = {}
+    kinds: dict[fx.Node, Hashable] = {}
+    for node in graph.nodes:
+        if node.op == "output":
+            continue
+        try:
+            kinds[node] = _described(value_of(node))
+        except UnknownStep as reason:
+            kinds[node], problem = None, str(reason)
+        else:
+            problem = ""
+        if node.op in ("placeholder", "get_attr") or (_is_given(node) and given.issuperset(node.all_input_nodes)):
+            given.add(node)
+            continue
+        try:
+            if problem:
+                raise UnknownStep(problem)
+            what = _what(node, kinds, random_numbers)
+        except UnknownStep as reason:
+            closed[len(nodes)] = str(reason)
+            what = ("closed", len(nodes))
+        nodes.append(node)
+        local.append(numbers.setdefault(what, len(numbers)))
+    return Steps(tuple(nodes), {node: place for place, node in enumerate(nodes)}, closed, tuple(local), kinds)
+
+
+def _is_given(node: fx.Node) -> bool:
+    """Is it a number of the graph's inputs, or a seed? Then it is made before all steps, and handed to a body."""
+    name = getattr(node.target, "__name__", "").partition(".")[0]
+    return isinstance(value_of(node), (int, *Symbolic)) or name in _SEEDS
+
+
+def _what(node: fx.Node, kinds: dict[fx.Node, Hashable], random_numbers: bool) -> Hashable:
+    if node.target is not operator.getitem:
+        _check(node, random_numbers)
+    operands = {operand: i for i, operand in enumerate(node.all_input_nodes)}
+
+    def argument(value: Any) -> Hashable:
+        if isinstance(value, fx.Node):
+            if kinds[value] is None:
+                raise UnknownStep("it takes what a body cannot take")
+            return (operands[value], kinds[value])
+        if isinstance(value, tuple | list):
+            return (type(value).__name__, *map(argument, value))
+        if isinstance(value, dict):
+            return ("dict", *((key, argument(item)) for key, item in value.items()))
+        if isinstance(value, (torch.Tensor, *Symbolic)):
+            raise UnknownStep("a value is written into the graph")
+        return (type(value).__name__, repr(value))
+
+    seen = node.meta.get("eager_input_vals")  # layouts that some operators insist on
+    return (node.target, argument(node.args), argument(node.kwargs), kinds[node], seen and _described(seen))
+
+
+def _check(node: fx.Node, random_numbers: bool) -> None:
+    target, arguments = rng_states.run_with_a_state(node) or (node.target, node.args)
+    if not isinstance(target, torch._ops.OpOverload) or node.op != "call_function":
+        raise UnknownStep(f"'{target}' is no operator of torch's")
+    if target.namespace not in _NAMESPACES or target._schema.is_mutable or node.is_impure(False):
+        raise UnknownStep(f"'{target}' may do more than compute its result")
+    if torch.Tag.nondeterministic_seeded in target.tags and not random_numbers and not _drops_nothing(target, arguments):
+        raise UnknownStep(f"'{target}' draws random numbers, in an order that the compiler may change")
+
+
+def _drops_nothing(target: torch._ops.OpOverload, arguments: Sequence[Any]) -> bool:
+    """Attention without dropout, which draws no random numbers."""
+    names = [argument.name for argument in target._schema.arguments]
+    if "dropout_p" not in names:
+        return False
+    place = names.index("dropout_p")
+    default = target._schema.arguments[place].default_value
+    return (arguments[place] if place < len(arguments) else default) in (0, 0.0)
+
+
+def _described(value: Any) -> Hashable:
+    found: list[Hashable] = []
+    for leaf in leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            if not is_plain(leaf):
+                raise UnknownStep(f"a {type(leaf).__name__} is not read as a plain tensor")
+            numbers = (*leaf.shape, *leaf.stride(), leaf.storage_offset())
+            found.append((leaf.dtype, leaf.device, leaf.dim(), tuple(map(_number, numbers))))
+        elif isinstance(leaf, Symbolic):
+            found.append((type(leaf).__name__, _number(leaf)))
+        elif isinstance(leaf, _PLAIN):
+            found.append((type(leaf).__name__, repr(leaf)))
+        else:
+            raise UnknownStep(f"a body cannot take a {type(leaf).__name__}")
+    return (type(value).__name__, *found)
+
+
+_PLAIN = (int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format, torch._ops.OpOverload, type(None))
+
+
+def _number(value: Any) -> Hashable:
+    number: Hashable = expression(value)
+    if isinstance(number, sympy.Basic) and compat.unbacked_symbols(number):
+        raise UnknownStep("its size is known only when the graph runs")
+    return number
