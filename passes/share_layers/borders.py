@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-from glue_compiler.passes.share_layers.steps import Steps
+from glue_compiler.passes.share_layers.steps import Steps, is_item
 
 CROSSING = (1, 2, 3)
 """How many values may cross a border. Most layers hand one on, some two (a residual kept apart)."""
@@ -63,7 +63,8 @@ def _young(uses: Sequence[tuple[int, list[int]]], count: int, reach: int) -> lis
 
 def _cut(steps: Steps, young: Sequence[int], most: int) -> list[Span]:
     count = len(steps.nodes)
-    cuts = {place for place in range(1, count) if young[place] <= most}
+    # An item stays with the result that it is taken of, which is no tensor.
+    cuts = {place for place in range(1, count) if young[place] <= most and not is_item(steps.nodes[place])}
     cuts |= {place for closed in steps.closed for place in (closed, closed + 1)}
     return list(pairwise(sorted({0, count} | cuts)))
 

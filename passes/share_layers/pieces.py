@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,7 @@ from torch import fx
 from glue_compiler.fx.storage_roots import storage_root
 from glue_compiler.fx.values import Symbolic, storages_of, value_of
 from glue_compiler.passes.share_layers.borders import Span
-from glue_compiler.passes.share_layers.steps import Steps, UnknownStep
+from glue_compiler.passes.share_layers.steps import Steps, UnknownStep, is_item
 
 aten = torch.ops.aten
 
@@ -102,7 +101,7 @@ def _shows_others(node: fx.Node) -> bool:
     """May its memory be its operand's: a view, or a copy that a compiler leaves out, a number?"""
     if isinstance(value_of(node), (int, *Symbolic)) or storage_root(node) is not node:
         return True
-    if node.target is operator.getitem:
+    if is_item(node):
         return False
     given = [value_of(operand) for operand in node.all_input_nodes]
     if len(given) != 1 or not isinstance(given[0], torch.Tensor):

@@ -11,6 +11,7 @@ from glue_compiler.compat import nested_graphs
 from glue_compiler.fx.values import value_of
 from glue_compiler.passes.share_layers.pieces import Piece
 from glue_compiler.passes.share_layers.plan import SharedBody
+from glue_compiler.passes.share_layers.steps import is_item
 
 
 def share(gm: fx.GraphModule, bodies: tuple[SharedBody, ...]) -> None:
@@ -42,7 +43,9 @@ class _Writer:
         return graph
 
     def call(self, name: str, piece: Piece) -> None:
-        with self.graph.inserting_after(piece.nodes[-1]):
+        # Items may stand further down, but none of their users stands before this.
+        last = next(node for node in reversed(piece.nodes) if not is_item(node))
+        with self.graph.inserting_after(last):
             body = self.graph.get_attr(name)
         with self.graph.inserting_after(body):
             call = nested_graphs.call_body(self.graph, body, name, self._operands(piece))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import fx
 
 from glue_compiler import compat
 from glue_compiler.compat import rng_states
-from glue_compiler.fx.values import Symbolic, expression, is_plain, leaves, value_of
+from glue_compiler.fx.values import Symbolic, expression, has_value, is_plain, leaves, value_of
 
 _SEEDS = {"inductor_seeds", "inductor_lookup_seed"}
 """The seeds of a graph's random numbers, which each call of a body takes its own of."""
@@ -46,44 +46,85 @@ class Steps:
 
 def read_steps(graph: fx.Graph, *, random_numbers: bool) -> Steps:
     """``random_numbers``: may a body draw some? They are drawn in the order of the calls."""
-    given: set[fx.Node] = set()
+    given = _common_to_layers(graph)
     nodes: list[fx.Node] = []
+    place: dict[fx.Node, int] = {}
     closed: dict[int, str] = {}
     local: list[int] = []
     numbers: dict[Hashable, int] = {}
     kinds: dict[fx.Node, Hashable] = {}
-    for node in graph.nodes:
-        if node.op == "output":
-            continue
-        try:
-            kinds[node] = _described(value_of(node))
-        except UnknownStep as reason:
-            kinds[node], problem = None, str(reason)
-        else:
-            problem = ""
-        if node.op in ("placeholder", "get_attr") or (_is_given(node) and given.issuperset(node.all_input_nodes)):
-            given.add(node)
+    for node in _in_order(graph):
+        kinds[node], problem = _kind(node)
+        if node in given:
             continue
         try:
             if problem:
                 raise UnknownStep(problem)
+            if is_item(node) and (producer := place.get(node.all_input_nodes[0])) in closed:
+                raise UnknownStep(closed[producer])
             what = _what(node, kinds, random_numbers)
         except UnknownStep as reason:
             closed[len(nodes)] = str(reason)
             what = ("closed", len(nodes))
+        place[node] = len(nodes)
         nodes.append(node)
         local.append(numbers.setdefault(what, len(numbers)))
-    return Steps(tuple(nodes), {node: place for place, node in enumerate(nodes)}, closed, tuple(local), kinds)
+    return Steps(tuple(nodes), place, closed, tuple(local), kinds)
 
 
-def _is_given(node: fx.Node) -> bool:
-    """Is it a number of the graph's inputs, or a seed? Then it is made before all steps, and handed to a body."""
-    name = getattr(node.target, "__name__", "").partition(".")[0]
-    return isinstance(value_of(node), (int, *Symbolic)) or name in _SEEDS
+def _kind(node: fx.Node) -> tuple[Hashable, str]:
+    """Of the node's value; or None, and why a body cannot take it."""
+    if not has_value(node):
+        return None, "its value is not on record"
+    try:
+        return _described(value_of(node)), ""
+    except UnknownStep as reason:
+        return None, str(reason)
+
+
+def _in_order(graph: fx.Graph) -> Iterator[fx.Node]:
+    """The nodes but the output; the items of a result directly behind it, wherever the graph has them."""
+    waiting = {node: None for node in graph.nodes if node.op != "output"}
+    for first in list(waiting):
+        if first not in waiting:
+            continue
+        stack = [first]
+        while stack:
+            node = stack.pop()
+            if node in waiting:
+                del waiting[node]
+                yield node
+                stack += [user for user in reversed(node.users) if is_item(user)]
+
+
+def is_item(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target is operator.getitem
+
+
+def _common_to_layers(graph: fx.Graph) -> set[fx.Node]:
+    """Inputs, and what is made of them alone for many layers (sizes, seeds, rotary tables): handed to bodies.
+
+    Nothing of it depends on what a body computes, so a call may stand behind it.
+    """
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    long = len(place) // 3
+    wanted: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        users = [user for user in node.users if user.op != "output"]
+        name = getattr(node.target, "__name__", "").partition(".")[0]
+        if name in _SEEDS or isinstance(value_of(node), (int, *Symbolic)):
+            wanted.add(node)
+        elif users and (max(map(place.__getitem__, users)) - place[node] > long or wanted.issuperset(users)):
+            wanted.add(node)
+    given: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr") or (node in wanted and given.issuperset(node.all_input_nodes)):
+            given.add(node)
+    return given
 
 
 def _what(node: fx.Node, kinds: dict[fx.Node, Hashable], random_numbers: bool) -> Hashable:
-    if node.target is not operator.getitem:
+    if not is_item(node):
         _check(node, random_numbers)
     operands = {operand: i for i, operand in enumerate(node.all_input_nodes)}
 
