@@ -59,6 +59,17 @@ _PASSES = {
             "torch.utils.checkpoint:CheckpointPolicy.MUST_CPU_OFFLOAD": ANY,
         },
     ),
+    "share_layers": Feature(
+        "pass share_layers",
+        {
+            "torch._inductor.compile_fx:_recursive_record_user_visible_output_idxs": Uses(("gm",)),
+            "torch._inductor.config:custom_partitioner_fn": ANY,
+            "torch._inductor.ir:InvokeSubgraph.create": Uses(("subgraph",)),
+            "torch._prims.rng_prims:run_and_save_rng_state": ANY,
+            "torch._prims.rng_prims:run_with_rng_state": ANY,
+            "torch.ops:higher_order.invoke_subgraph": ANY,
+        },
+    ),
     "specialize_attention": Feature(
         "pass specialize_attention",
         {

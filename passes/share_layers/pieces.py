@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from glue_compiler.fx.storage_roots import storage_root
-from glue_compiler.fx.values import Symbolic, storages_of, value_of
+from glue_compiler.fx.values import Symbolic, expression, storages_of, value_of
 from glue_compiler.passes.share_layers.borders import Span
 from glue_compiler.passes.share_layers.steps import Steps, UnknownStep, is_item
 
@@ -74,9 +74,7 @@ def _operands(node: fx.Node) -> list[fx.Node]:
     return found
 
 
-def _outputs(
-    nodes: tuple[fx.Node, ...], inside: dict[fx.Node, int]
-) -> tuple[tuple[fx.Node, ...], tuple[fx.Node, ...]]:
+def _outputs(nodes: tuple[fx.Node, ...], inside: dict[fx.Node, int]) -> tuple[tuple[fx.Node, ...], tuple[fx.Node, ...]]:
     used = [node for node in nodes if any(user not in inside for user in node.users)]
     views: set[fx.Node] = set()
     outputs: set[fx.Node] = set()
@@ -103,19 +101,20 @@ def _shows_others(node: fx.Node) -> bool:
         return True
     if is_item(node):
         return False
-    given = [value_of(operand) for operand in node.all_input_nodes]
-    if len(given) != 1 or not isinstance(given[0], torch.Tensor):
+    if node.target not in _COPIES:
         return False
-    made = value_of(node)
-    same = isinstance(made, torch.Tensor) and (made.dtype, made.dim()) == (given[0].dtype, given[0].dim())
-    return same and node.target in _COPIES
+    made, given = value_of(node), value_of(node.all_input_nodes[0])
+    return made.dtype == given.dtype and _layout(made) == _layout(given)
 
 
+def _layout(tensor: torch.Tensor) -> list[Any]:
+    return list(map(expression, (*tensor.shape, *tensor.stride())))
+
+
+# Of a compiler that finds nothing to convert, the result may be the operand itself.
 _COPIES = {
     aten.clone.default,
     aten._to_copy.default,
-    aten.contiguous.default,
-    aten.expand.default,
     torch.ops.prims.convert_element_type.default,
     torch.ops.prims.device_put.default,
 }

@@ -112,9 +112,9 @@ def _common_to_layers(graph: fx.Graph) -> set[fx.Node]:
     for node in reversed(graph.nodes):
         users = [user for user in node.users if user.op != "output"]
         name = getattr(node.target, "__name__", "").partition(".")[0]
-        if name in _SEEDS or isinstance(value_of(node), (int, *Symbolic)):
-            wanted.add(node)
-        elif users and (max(map(place.__getitem__, users)) - place[node] > long or wanted.issuperset(users)):
+        lives_long = bool(users) and max(map(place.__getitem__, users)) - place[node] > long
+        is_number = name in _SEEDS or isinstance(value_of(node), (int, *Symbolic))
+        if is_number or lives_long or (users and wanted.issuperset(users)):
             wanted.add(node)
     given: set[fx.Node] = set()
     for node in graph.nodes:
@@ -151,7 +151,11 @@ def _check(node: fx.Node, random_numbers: bool) -> None:
         raise UnknownStep(f"'{target}' is no operator of torch's")
     if target.namespace not in _NAMESPACES or target._schema.is_mutable or node.is_impure(False):
         raise UnknownStep(f"'{target}' may do more than compute its result")
-    if torch.Tag.nondeterministic_seeded in target.tags and not random_numbers and not _drops_nothing(target, arguments):
+    if (
+        torch.Tag.nondeterministic_seeded in target.tags
+        and not random_numbers
+        and not _drops_nothing(target, arguments)
+    ):
         raise UnknownStep(f"'{target}' draws random numbers, in an order that the compiler may change")
 
 
@@ -182,7 +186,17 @@ def _described(value: Any) -> Hashable:
     return (type(value).__name__, *found)
 
 
-_PLAIN = (int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format, torch._ops.OpOverload, type(None))
+_PLAIN = (
+    int,
+    float,
+    str,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    torch._ops.OpOverload,
+    type(None),
+)
 
 
 def _number(value: Any) -> Hashable:
