@@ -108,6 +108,7 @@ TINY = dict(zip(NAMES, (256, 64, 96, 2, 4, 2, 16), strict=True))
 TINY_TOO: dict[str, dict[str, Any]] = {
     "gemma3_text": {"sliding_window": 32, "sliding_window_pattern": 2},
     "gpt_oss": {"sliding_window": 32, "num_local_experts": 4},
+    "qwen3_moe": {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2},
 }
 
 
@@ -121,9 +122,15 @@ def _causal_model(family: str, size: Size, device: str, attention: str, dtype: t
         settings["num_hidden_layers"] = size.layers
     # Ids of special tokens that lie outside of a tiny vocabulary are refused; none is used.
     special = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
+    family = settings.pop("model_type", family)
     config = AutoConfig.for_model(family, use_cache=False, max_position_embeddings=131072, **special, **settings)
     with torch.device(device):
         return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention).train()
+
+
+def packed_model(family: str, size: Size, device: str, attention: str) -> Workload:
+    """A model of one of ``SHAPES`` in bf16, and packed batches for it."""
+    return _packed(_causal_model(family, size, device, attention), device)
 
 
 def _packed(model: Any, device: str) -> Workload:
