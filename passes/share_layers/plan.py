@@ -63,6 +63,7 @@ class _Row:
         self.reasons: dict[str, None] = {}
         self.spans = list(spans)
         self.numbers: dict[Hashable, int] = {}
+        self.known: dict[Span, int] = {}
 
     def piece(self, span: Span) -> Piece | None:
         if span not in self.pieces:
@@ -74,8 +75,10 @@ class _Row:
         return self.pieces[span]
 
     def kind(self, span: Span) -> int:
-        piece = self.piece(span)
-        return self.numbers.setdefault(piece.kind if piece is not None else span, len(self.numbers))
+        if span not in self.known:  # kinds are long, and hashed each time
+            piece = self.piece(span)
+            self.known[span] = self.numbers.setdefault(piece.kind if piece is not None else span, len(self.numbers))
+        return self.known[span]
 
     def kinds(self) -> list[int]:
         return [self.kind(span) for span in self.spans]
