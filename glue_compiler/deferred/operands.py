@@ -20,6 +20,7 @@ class Watched:
     """A tensor without its history, and its version when the logits were deferred.
 
     A weight is sampled, too: memory is also written past the version counter (``.data``, FSDP's gathered parameters).
+    Of such writes those that leave most of a weight alone are not noticed.
     """
 
     def __init__(self, tensor: Tensor, role: Role) -> None:
@@ -48,7 +49,8 @@ class Watched:
     def _error(self, what: str) -> GlueDeferredError:
         return GlueDeferredError(
             f"these logits were to be computed when somebody reads them, and a {self._role} that they come from, "
-            f"{list(self.tensor.shape)}, {what}. Read the logits before that, as before optimizer.step(), or compile "
+            f"{list(self.tensor.shape)}, {what}. Compute with the logits before that, as before optimizer.step() "
+            "(clones, casts and picked rows wait as the logits do; `logits + 0` is computed at once), or compile "
             'with options={"logits": "kept"}, which computes them with the loss.'
         )
 
