@@ -9,6 +9,7 @@ from glue_compiler.deferred.tensor import DeferredTensor  # noqa: E402
 from tests.captured import compile_with_glue  # noqa: E402
 from tests.passes.chunk_loss.exact_models import FAMILIES, inputs_of, results_of, tiny  # noqa: E402
 from tests.passes.chunk_loss.runs import ONLY, largest_allocation, small_chunks  # noqa: E402, F401
+from tests.slow import slow_but  # noqa: E402
 
 
 def assert_equal(expected, actual):
@@ -24,7 +25,7 @@ def assert_deferred(compiled):
     assert [(p.counts.get("losses"), p.counts.get("deferred")) for p in done] == [(1, 1)], done[0].skips
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_but(("llama", "qwen3", "granite", "gpt2", "bart", "bert"), FAMILIES))
 def test_the_loss_and_every_gradient_are_eagers(family):
     if family == "mpt" and transformers.__version__ < "5":
         pytest.skip("its masks are filled with a number that fp64 does not fit into fp32, in eager too")
@@ -37,12 +38,11 @@ def test_the_loss_and_every_gradient_are_eagers(family):
     assert_deferred(compiled)
 
 
-@pytest.mark.parametrize("kind", ["one"])
-@pytest.mark.parametrize("family", ["llama", "gemma2", "bert"])
-def test_one_token(family, kind):
+@pytest.mark.parametrize("family", slow_but(("llama",), ("llama", "gemma2", "bert")))
+def test_one_token(family):
     model = tiny(family)
     compiled = compile_with_glue(model, passes=ONLY)
-    inputs = inputs_of(family, kind)
+    inputs = inputs_of(family, "one")
     assert_equal(results_of(model, model, inputs), results_of(model, compiled.call, inputs))
     assert_deferred(compiled)
 

@@ -28,6 +28,7 @@ def test_it_is_off_until_it_is_asked_for():
     assert all(report.name != "share_layers" for report in run.report.passes)
 
 
+@pytest.mark.slow
 def test_two_kinds_of_layers_are_two_bodies():
     (one,) = capture(Layers(layers(16)), ids(), stage="partitioned")
     (two,) = capture(Layers([*layers(8), *layers(8, eps=1e-5)]), ids(), stage="partitioned")
@@ -94,6 +95,7 @@ def test_buffers_that_layers_update_are_updated():
     assert run_both(Layers([Counts() for _ in range(8)]), ids(), ids()).changed
 
 
+@pytest.mark.slow
 def test_what_layers_return_to_the_caller_is_memory_of_its_own():
     class Returns(Layers):
         def forward(self, numbers):
@@ -112,6 +114,7 @@ def test_what_layers_return_to_the_caller_is_memory_of_its_own():
     assert found[4].untyped_storage().data_ptr() != found[1].untyped_storage().data_ptr()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [True, None])
 def test_other_lengths(dynamic):
     assert run_both(Layers(layers()), ids(5), ids(7), ids(6), dynamic=dynamic).changed
@@ -124,6 +127,7 @@ def test_saved_values_keep_their_names():
     assert [node.name for node in pair.saved] == before
 
 
+@pytest.mark.slow
 def test_limited_fuel_shares_the_first_bodies_only():
     (pair,) = capture(Layers(layers()), ids(), stage="partitioned")
     run = run_pass(pair, "share_layers", fuel=1)
