@@ -12,8 +12,9 @@ from torch import fx
 
 from glue_compiler import capture, compat, registry, watchers
 from glue_compiler.deferred.outputs import defer_outputs
+from glue_compiler.forward_mode import refuse_tangents
 from glue_compiler.fuel import RewriteCounter
-from glue_compiler.graph_pass import Stage
+from glue_compiler.graph_pass import Numerics, Stage
 from glue_compiler.handoff import HandOff, hand_off, hand_off_in_parts
 from glue_compiler.options import GlueOptions, extra_passes_in, parse_options
 from glue_compiler.pipeline import Pipeline
@@ -71,7 +72,9 @@ class GlueBackend:
             pipeline.uuid(pair_passes),
             pipeline.pair_edit(pair_passes, observer),
         )
-        return observer.compiled(defer_outputs(call, [each for p in reports for each in p.deferred]))
+        call = defer_outputs(call, [each for p in reports for each in p.deferred])
+        changed = [p.name for p in reports if p.changed and p.numerics is Numerics.CLOSE]
+        return observer.compiled(refuse_tangents(call, changed))
 
     # A compiled module is copied and pickled with its backend, which stands for a process and is none of its state.
     def __deepcopy__(self, memo: dict[int, Any]) -> GlueBackend:

@@ -15,6 +15,11 @@ def in_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def in_dual_level() -> bool:
+    """Is a ``dual_level`` of forward-mode gradients entered?"""
+    return torch.autograd.forward_ad._current_level >= 0
+
+
 def backward_id() -> int | None:
     """A number for each run of autograd's engine; None in threads that it does not run in."""
     task = torch._C._current_graph_task_id()
