@@ -240,7 +240,8 @@ def _backward(ctx: Any, upstream: Tensor | None, *_: Any) -> tuple[Any, ...]:
     count = ctx.count
     results: list[Tensor | None] = [None] * (2 * count + 1)
     if upstream is not None:
-        operands, rest = ctx.saved_tensors[: 2 * count], ctx.saved_tensors[2 * count :]
+        saved = ctx.saved_tensors  # once: a checkpoint gives it once
+        operands, rest = saved[: 2 * count], saved[2 * count :]
         # Who takes gradients of these gradients gets an operator that has none, and so an error.
         if ctx.recomputes or torch.is_grad_enabled():
             found = linear_cross_entropy_gradients(

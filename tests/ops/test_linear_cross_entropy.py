@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from glue_compiler.ops import loss_chunks
 from tests.ops.conftest import relative_error
@@ -178,6 +179,12 @@ def test_backward_twice_with_other_factors(device, chunks):
     loss, expected = head.fused(torch.float64)[0], head.eager(torch.float64)
     for upstream in (1.0, -0.3):
         same(head.gradients(loss, upstream, retain_graph=True), head.gradients(expected, upstream, retain_graph=True))
+
+
+def test_in_an_eager_checkpoint(device, chunks):
+    head = Head.random(device)
+    found = checkpoint(lambda: head.fused(torch.float64)[0], use_reentrant=False)
+    same(head.gradients(found), head.gradients(head.eager(torch.float64)))
 
 
 def test_the_upstream_gradient_is_not_rounded(device):

@@ -55,6 +55,8 @@ class Draw:
         self.one_graph = False
         """Nothing that ends a captured graph."""
         self.precision = "float64"
+        self.fixed_inputs = False
+        """What is returned is computed from the inputs when it is read: nobody writes them before."""
         self.uses_state = False
         self._lines: list[list[Statement]] = [[]]
         self._count = 0

@@ -31,6 +31,7 @@ from glue_compiler.testing.fuzz.tally import Reporter, Settings, Tally
 PASSES = {
     "attention": ("specialize_attention",) * 5 + ("hoist_metadata", "memoize_metadata"),
     "experts": ("group_experts",) * 4 + ("hoist_metadata",),
+    "losses": ("chunk_loss",),
     "metadata": ("hoist_metadata", "memoize_metadata"),
 }
 """The passes that have something to find in templates of each kind, as often as they are drawn."""
@@ -144,7 +145,14 @@ def _module(template: Template, gm: fx.GraphModule) -> dict[str, Any]:
         "CALLS": calls,
         "COMPILED": [],
     }
-    return {**made, "PRECISION": template.program.precision, "ZERO_FOR_NONE": template.program.zero_for_none}
+    return {**made, "PRECISION": _precision(template, gm), "ZERO_FOR_NONE": template.program.zero_for_none}
+
+
+def _precision(template: Template, gm: fx.GraphModule) -> str:
+    """Of the least precise arithmetic: what rounds logits, or their probabilities, may be left out."""
+    graphs = [str(module.graph) for module in gm.modules() if isinstance(module, fx.GraphModule)]
+    is_low = any(name in text for text in graphs for name in ("half", "float16", "float32", "float]"))
+    return "bfloat16" if template.kind == "losses" and is_low else template.program.precision
 
 
 def _failure(

@@ -70,6 +70,8 @@ def draw_template(random: Random, kind: str, device: str) -> Template:
             raise NotAProgram(str(error)) from error
     if len(graphs) != 1 or len(calls) != 1:
         raise NotAProgram("several graphs")
+    for node in graphs[0].graph.find_nodes(op="placeholder"):
+        node.meta.pop("grapharg", None)  # it asks for the input with which Dynamo traced, which is gone
     order = [next((i for i, given in enumerate(inputs) if given is arg), None) for arg in calls[0]]
     if None in order:
         raise NotAProgram("a graph input that is no input of the program")

@@ -8,6 +8,7 @@ from random import Random
 from glue_compiler.testing.fuzz.attention import draw_attention
 from glue_compiler.testing.fuzz.draw import Draw, Drawn
 from glue_compiler.testing.fuzz.experts import draw_experts
+from glue_compiler.testing.fuzz.losses import draw_losses
 from glue_compiler.testing.fuzz.metadata import draw_metadata
 from glue_compiler.testing.fuzz.programs import Call, Program, Statement
 from glue_compiler.testing.fuzz.twists import twist
@@ -15,6 +16,7 @@ from glue_compiler.testing.fuzz.twists import twist
 KINDS: dict[str, Callable[[Draw], Drawn]] = {
     "attention": draw_attention,
     "experts": draw_experts,
+    "losses": draw_losses,
     "metadata": draw_metadata,
 }
 
@@ -72,7 +74,8 @@ def draw_program(
             compiled = ("region",)  # as layers are that are compiled one by one
     prelude = (Statement(f"FLOAT = {float_type}"), *draw.prelude.values())
     between = "pass" if plain else draw.mostly("pass", *BETWEEN, share=0.9)
-    written = draw.integer(0, len(drawn.inputs) - 1) if between == "pass" and not plain and draw.chance(0.08) else None
+    may_write = between == "pass" and not plain and not draw.fixed_inputs
+    written = draw.integer(0, len(drawn.inputs) - 1) if may_write and draw.chance(0.08) else None
     if written is not None:
         between = draw.pick(*BETWEEN_FOR_INPUTS)
     return Program(
