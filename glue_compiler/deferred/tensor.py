@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -83,10 +84,9 @@ class DeferredTensor(PlainMethods):
         kwargs = kwargs or {}
         if args and isinstance(args[0], DeferredTensor):
             result = rules.apply(args[0]._deferred, func, args[1:], kwargs)
-            if isinstance(result, View):
-                return _tensor_of(result)
-            if isinstance(result, list):
-                return [_tensor_of(view) for view in result]
+            if isinstance(result, (View, list)):
+                with _as_views_are(func, args[0]):
+                    return _tensor_of(result) if isinstance(result, View) else [_tensor_of(each) for each in result]
             if result is not NotImplemented:
                 return result
         return _compute(func, args, kwargs)
@@ -118,6 +118,12 @@ def _tensor_of(view: View) -> DeferredTensor:
     tensor = wrapper_tensors.make(DeferredTensor, it.size, it.stride, it.offset, memory.dtype, memory.device)
     tensor._deferred = view
     return tensor
+
+
+def _as_views_are(func: Any, tensor: Tensor) -> AbstractContextManager[Any]:
+    """A view made in inference mode is an inference tensor only if what it looks at is one."""
+    is_normal = rules.uses(func).kind is rules.Kind.VIEW and not tensor.is_inference()
+    return torch.inference_mode(False) if is_normal and torch.is_inference_mode_enabled() else nullcontext()
 
 
 def _around(values: Tensor) -> DeferredTensor:

@@ -348,6 +348,29 @@ def test_what_is_read_in_inference_mode_can_be_trained_with_later():
     assert_same_gradients(logits.exp(), operands.eager().exp(), operands)
 
 
+PICKED = {
+    "row": lambda x: x[:, -1],
+    "all": lambda x: x[...],
+    "flat": lambda x: x.view(-1, WORDS),
+    "one of several": lambda x: x.unbind(0)[1],
+    "detached": lambda x: x.detach(),
+    "copy": lambda x: x.clone(),
+}
+
+
+@pytest.mark.parametrize("name", PICKED)
+def test_a_view_made_in_inference_mode_is_no_inference_tensor_and_a_copy_is(name):
+    operands = Operands()
+    logits, expected = operands.deferred(), operands.eager()
+    with torch.inference_mode():
+        logits, expected = PICKED[name](logits), PICKED[name](expected)
+    assert is_deferred(logits)
+    assert (logits.is_inference(), logits.requires_grad) == (expected.is_inference(), expected.requires_grad)
+    torch.testing.assert_close(logits + 0, expected + 0)
+    if expected.requires_grad:
+        assert_same_gradients(logits, expected, operands)
+
+
 def test_transforms_compute_at_once():
     operands = Operands(requires_grad=False)
     weight = operands.weights[0]

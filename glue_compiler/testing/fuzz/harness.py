@@ -57,7 +57,8 @@ def run_calls(program: dict[str, Any], seen: dict[str, Any], watched: list[Any])
         watched += [(f"{label}input {i}", weakref.ref(t)) for i, t in enumerate(inputs) if isinstance(t, torch.Tensor)]
         for name, value in results.items():
             is_tensor = isinstance(value, torch.Tensor)
-            seen[label + name] = value.detach().clone() if is_tensor else value
+            # Not a clone: one of deferred logits waits as they do, and the next call may write what they come from.
+            seen[label + name] = torch.stack([value.detach()])[0] if is_tensor else value
             if is_tensor and name.startswith("output"):
                 seen[label + name + " requires grad"] = value.requires_grad
         for i, value in enumerate(inputs):

@@ -28,6 +28,7 @@ def draw_reads(draw: Draw, losses: Sequence[str], logits: Sequence[tuple[str, in
 def _differentiate(draw: Draw, losses: Sequence[str]) -> None:
     loss = draw.pick(*losses)
     wanted = "[value for value in (hidden, weight, bias) if value.requires_grad]"
+    draw.need("kept", "torch._functorch.config.donated_buffer = False  # else no graph may be kept")
     gradient = draw.name("gradient")
     draw.emit(f"{gradient} = None")
     with draw.block(f"if {loss}.requires_grad:"):

@@ -66,7 +66,9 @@ def _made(draw: Draw) -> tuple[Statement, ...]:
         return Statement(f"{name} = torch.nn.Parameter({drawn}{frozen})")
 
     needs = ".requires_grad_()" if draw.chance(0.85) else ""
-    ignored = draw.mostly("target.view(-1)[::4] = -100", "pass", "target.fill_(-100)", "target[:, 1:] = -100", share=0.8)
+    ignored = draw.mostly(
+        "target.view(-1)[::4] = -100", "pass", "target.fill_(-100)", "target[:, 1:] = -100", share=0.8
+    )
     return (
         draw.generator,
         draw.size("T", "LENGTH"),
@@ -126,7 +128,11 @@ def _loss(draw: Draw, rows: Rows) -> str:
 
 def _head(draw: Draw) -> Rows:
     rows = draw.mostly(
-        "hidden", "hidden.tanh()", "F.layer_norm(hidden, (SIZE,))", "F.embedding(target.clamp(min=0), weight)", "hidden * 2"
+        "hidden",
+        "hidden.tanh()",
+        "F.layer_norm(hidden, (SIZE,))",
+        "F.embedding(target.clamp(min=0), weight)",
+        "hidden * 2",
     )
     rows = draw.let("rows", rows, "float", 3)
     target, dims = "target", 3
@@ -206,7 +212,14 @@ def _step(draw: Draw, rows: Rows) -> Rows:
 def _picked(draw: Draw, rows: Rows) -> Rows:
     """Some of the rows, or all in another layout."""
     y, target, dims = rows.logits, rows.target, rows.dims
-    both: list[str] = ["{}[1:]", "{}[:-1]", "{}[::2]", "{}[{index}]", "{}.index_select(0, {index})", "{}.narrow(0, 0, 1)"]
+    both: list[str] = [
+        "{}[1:]",
+        "{}[:-1]",
+        "{}[::2]",
+        "{}[{index}]",
+        "{}.index_select(0, {index})",
+        "{}.narrow(0, 0, 1)",
+    ]
     same: list[str] = [f"{y}.detach()", f"{y}.clone()", f"{y}.contiguous()", f"{y}.unsqueeze(0).squeeze(0)"]
     same += [f"{y}.view({y}.shape)", f"{y}[...]", f"{y}.reshape({y}.shape)", f"{y}.data"]
     lower: list[str] = []
