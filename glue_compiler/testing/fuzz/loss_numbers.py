@@ -29,6 +29,7 @@ def draw_number(draw: Draw, y: str, target: str, dims: int) -> tuple[str, int]:
         one, dims = draw.mostly((f"{one}.squeeze(-1)", dims - 1), (one, dims), (f"{one}[..., 0]", dims - 1))
         return draw.mostly(one, f"-{one}", f"{one}.exp()", f"{one} * 0.5"), dims
     p = draw.mostly(f"{y}.softmax(-1)", f"F.softmax({y}, dim=-1)", f"{y}.log_softmax(-1).exp()")
+    one = f"{y}.log_softmax(-1).gather(-1, {classes})"
     by_row = (
         f"{y}.logsumexp(-1)",
         f"torch.logsumexp({y}, dim=-1).pow(2)",
@@ -46,7 +47,7 @@ def draw_number(draw: Draw, y: str, target: str, dims: int) -> tuple[str, int]:
         f"torch.max({y}, dim=-1).indices",
         f"({y}.argmax(-1) == {target}).to({y}.dtype)",
         f"{y}.logsumexp(-1) - {y}.gather(-1, {classes}).squeeze(-1)",
-        f"({y}.log_softmax(-1).gather(-1, {classes}) - {y}.detach().log_softmax(-1).gather(-1, {classes})).exp().squeeze(-1)",
+        f"({one} - {one.replace(y, f'{y}.detach()', 1)}).exp().squeeze(-1)",
         f"({p} * {y}.detach()).sum(-1)",
         f"({p}.detach() * {y}.log_softmax(-1)).sum(-1)",
         f"{y}.amax(-1)",

@@ -5,24 +5,50 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from glue_compiler.testing.fuzz.draw import Draw, Value
+from glue_compiler.testing.fuzz.programs import Statement
 
 
-def draw_reads(draw: Draw, losses: Sequence[str], logits: Sequence[tuple[str, int]]) -> None:
-    """Statements behind the call; ``logits``: names and dimensions."""
+def draw_reads(draw: Draw, losses: Sequence[str], logits: Sequence[tuple[str, int]]) -> tuple[str, ...]:
+    """Statements behind the call; ``logits``: names and dimensions. Returns functions to compile, too."""
+    if logits and draw.chance(0.2):
+        return _compiled_reads(draw, logits)
     draw.values += [Value(name, "float", dims) for name, dims in logits]
     for _ in range(draw.pick(0, 1, 1, 2, 3)):
         if draw.chance(0.25):
             _differentiate(draw, losses)
-        if not logits:
-            continue
-        name, dims = draw.pick(*((value.name, value.dims) for value in draw.values[-4:]))
-        how = draw.integer(0, 9)
-        if how < 6:
-            _read(draw, name, dims)
-        elif how < 8:
-            _alias(draw, name, dims)
-        else:
-            _write(draw, name, dims)
+        _use(draw)
+    return ()
+
+
+def _compiled_reads(draw: Draw, logits: Sequence[tuple[str, int]]) -> tuple[str, ...]:
+    """The same in a function that is compiled on its own."""
+    inner = Draw(draw.random, draw.device, twists=draw.twists)
+    inner.twist, inner.oddness, inner.prelude = draw.twist, draw.oddness, draw.prelude
+    inner.one_graph, inner.precision = True, draw.precision
+    inner.values += [Value(name, "float", dims) for name, dims in logits]
+    for _ in range(draw.pick(1, 1, 2, 3)):
+        _use(inner)
+    names = ", ".join(name for name, _ in logits)
+    found = "".join(f"{name}, " for name in inner.outputs)
+    end = Statement(f"return ({found})")
+    inputs = f"{names}, target, mask, weight"
+    draw.prelude["reader"] = Statement(f"def reader({inputs}):", (*inner.statements(), end))
+    draw.emit(f"{found}= reader({inputs})" if found else f"reader({inputs})")
+    draw.outputs += inner.outputs
+    return ("reader",)
+
+
+def _use(draw: Draw) -> None:
+    if not draw.values:
+        return
+    name, dims = draw.pick(*((value.name, value.dims) for value in draw.values[-4:]))
+    how = draw.integer(0, 9)
+    if how < 6:
+        _read(draw, name, dims)
+    elif how < 8:
+        _alias(draw, name, dims)
+    else:
+        _write(draw, name, dims)
 
 
 def _differentiate(draw: Draw, losses: Sequence[str]) -> None:
@@ -86,6 +112,8 @@ def _read(draw: Draw, name: str, dims: int) -> None:
         loss = f"F.cross_entropy({name}.flatten(0, 1), target.flatten())"
         options += [loss, loss, f"F.cross_entropy({name}.transpose(1, 2), target, reduction='sum')"]
         options += [f"{name}[:, -1]", f"{name}[:, :-1]", f"{name}[mask]", f"{name}[:, 1:].argmax(-1)"]
+    if draw.one_graph:
+        options = [each for each in options if not any(part in each for part in ("numpy", "tolist", "item()", "copy"))]
     new = draw.name("read")
     with draw.maybe_inside(0.15, "with torch.no_grad():", "with torch.inference_mode():"):
         draw.emit(f"{new} = {draw.pick(*options)}")

@@ -48,10 +48,10 @@ def draw_losses(draw: Draw) -> Drawn:
     with draw.maybe_inside(0.05, "with torch.no_grad():"):
         draw.emit(f"{', '.join(returned)}, = model({', '.join(INPUTS)})")
     dims = {value.name: value.dims for value in inner.values}
-    draw_reads(draw, losses, [(name, dims.get(name, 3)) for name in logits])
+    readers = draw_reads(draw, losses, [(name, dims.get(name, 3)) for name in logits])
     draw.outputs += losses
     draw.outputs += [name for name in logits if draw.chance(0.6)]
-    return Drawn(_made(draw), INPUTS, ("model",))
+    return Drawn(_made(draw), INPUTS, ("model", *readers))
 
 
 def _offer_inputs(draw: Draw) -> None:
@@ -100,8 +100,7 @@ def _model(draw: Draw) -> tuple[list[str], list[str]]:
         shared = _picked(draw, rows) if draw.chance(0.4) else rows
         if shared is not rows and draw.chance(0.15):
             returned.append(shared.logits)
-        for _ in range(draw.pick(1, 1, 1, 2, 3)):
-            losses.append(_loss(draw, shared))
+        losses += [_loss(draw, shared) for _ in range(draw.pick(1, 1, 1, 2, 3))]
     if len(losses) > 1 and draw.chance(0.5):
         factors = [draw.mostly("1", "0.1", "gain", "gain.detach()") for _ in losses]
         text = " + ".join(f"{loss}.double().sum() * {factor}" for loss, factor in zip(losses, factors, strict=True))
@@ -150,9 +149,15 @@ def _head(draw: Draw) -> Rows:
 def _projected(draw: Draw, rows: str, target: str, dims: int) -> Rows:
     names = "btk"[3 - dims :]
     weight = draw.mostly(
-        "weight", "weight.detach()", "weight.clone()", "weight * gain", "weight.data", "weight[:CLASSES]", "(weight * 1)",
+        "weight",
+        "weight.detach()",
+        "weight.clone()",
+        "(weight * gain)",
+        "weight.data",
+        "weight[:CLASSES]",
+        "(weight * 1)",
         share=0.85,
-    )  # fmt: skip
+    )
     linear = f"F.linear({rows}, {weight})"
     adapted = f"F.linear(F.linear({rows}, down), up)"
     text = draw.mostly(
