@@ -8,8 +8,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import fx
 
 from glue_compiler.fx.operators import Call, Operators, Value
+from glue_compiler.fx.values import requires_grad, value_of
 
 aten = torch.ops.aten
 
@@ -164,9 +166,16 @@ def _einsum(equation: str, first: Any, second: Any) -> tuple[Any, Any, bool] | N
     return None
 
 
+def passes_gradients(node: fx.Node, operators: Operators) -> bool:
+    """Does ``node`` pass gradients on to its operands, where they need any?"""
+    grad = operators.mode(node).grad
+    is_on = torch.is_grad_enabled() if grad is None else grad
+    return is_on or not any(requires_grad(value_of(arg)) for arg in node.all_input_nodes)
+
+
 def _untransposed(matrix: Matrix, operators: Operators) -> Matrix:
     """The matrix in memory of which this one is a transposed view."""
-    while True:
+    while passes_gradients(matrix.value.node, operators):
         match operators.does(matrix.value):
             case Call(aten.t | aten.numpy_T | aten.mT, {"self": source}):
                 pass
@@ -179,6 +188,7 @@ def _untransposed(matrix: Matrix, operators: Operators) -> Matrix:
         if not operators.is_tensor(source) or operators.meta(source).rank != 2:
             return matrix
         matrix = Matrix(source, not matrix.is_transposed)
+    return matrix
 
 
 def operands_of(head: Head) -> Iterator[Value]:

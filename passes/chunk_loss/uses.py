@@ -13,7 +13,7 @@ from glue_compiler.fx.effects import Kind
 from glue_compiler.fx.operators import Call, Operators, Value, given_leaves
 from glue_compiler.fx.value_numbering import Scope
 from glue_compiler.fx.values import leaves, requires_grad, tensors_in, value_of
-from glue_compiler.passes.chunk_loss.heads import Head
+from glue_compiler.passes.chunk_loss.heads import Head, passes_gradients
 from glue_compiler.passes.chunk_loss.losses import Site, site_of
 from glue_compiler.passes.chunk_loss.wide_values import Known, NotALoss, Wide, wide_result
 
@@ -94,6 +94,8 @@ class _Reader:
         meta = self.operators.meta(self.head.value)
         inside = {value.node for value in self.inside}
         grad_is_off = not all(map(self._passes_gradients, inside))
+        if grad_is_off and requires_grad(value_of(self.head.value.node)):
+            raise NotALoss("one of its products, and not all, is made where no gradients are recorded")
         self.uses.wide[self.head.value] = Wide("logits", (), (), meta.rank - 1, meta.dtype, is_detached=grad_is_off)
         holders = set(inside)
         for node in graph.nodes:
@@ -123,6 +125,7 @@ class _Reader:
         for step, call in enumerate(calls or ()):
             self._read_call(node, step, call)
         results = [self.operators.value(node, leaf) for leaf, _ in enumerate(leaves(value_of(node)))]
+        self._require_gradients(node, results)
         if any(value in self.uses.wide or value in self.inside for value in results):
             self._hold(node, holders)
         elif node not in inside and not tensors_in(value_of(node)):
@@ -131,6 +134,16 @@ class _Reader:
                 holders.add(node)  # sizes are taken out of it
         elif any(value in self.ended and value not in self._site_values() for value in results):
             holders.add(node)  # only items of it that sites give may be taken
+
+    def _require_gradients(self, node: fx.Node, results: list[Value]) -> None:
+        """No gradient passes where what is on record has none. (Of views made under ``no_grad`` it may have one.)"""
+        detached = {value: wide.is_detached for value, wide in self.uses.wide.items()}
+        detached |= {site.value: site.is_detached or site.kind == "argmax" for site in self.uses.sites}
+        if not requires_grad(value_of(self.head.value.node)):
+            return
+        for value, found in zip(results, leaves(value_of(node)), strict=True):
+            if not detached.get(value, True) and not requires_grad(found):
+                raise OtherUse(node, f"by {_name(node)}, which passes no gradients on")
 
     def _take_item(self, node: fx.Node, holders: set[fx.Node]) -> None:
         value = self.operators.value(node)
@@ -188,9 +201,7 @@ class _Reader:
             raise OtherUse(node, f"by {_operator(call)}: {reason}") from None
 
     def _passes_gradients(self, node: fx.Node) -> bool:
-        grad = self.operators.mode(node).grad
-        is_on = torch.is_grad_enabled() if grad is None else grad
-        return is_on or not any(requires_grad(value_of(arg)) for arg in node.all_input_nodes)
+        return passes_gradients(node, self.operators)
 
     def _return(self, node: fx.Node, holders: set[fx.Node]) -> None:
         returned = node.args[0]

@@ -121,6 +121,30 @@ def masked_rows(hidden, weight, target):
     return F.cross_entropy(flat(F.linear(hidden, weight)).relu(), target.view(-1))
 
 
+def one_product_without_gradients(hidden, weight, target):
+    logits = F.linear(hidden, weight)
+    with torch.no_grad():
+        other = F.linear(hidden.tanh(), weight) * 2
+    return F.cross_entropy(flat(logits + other), target.view(-1))
+
+
+def all_products_without_gradients(hidden, weight, target):
+    with torch.no_grad():
+        logits = F.linear(hidden, weight) + F.linear(hidden.tanh(), weight) * 2
+    return F.cross_entropy(flat(logits), target.view(-1)) + (hidden * weight[0]).sum()
+
+
+def weight_turned_without_gradients(hidden, weight, target):
+    with torch.no_grad():
+        turned = weight.t()
+    return F.cross_entropy(flat(hidden @ turned), target.view(-1))
+
+
+def read_as_the_same_bits(hidden, weight, target):
+    logits = F.linear(hidden, weight).view(hidden.dtype)  # passes no gradients on
+    return F.cross_entropy(flat(logits), target.view(-1)) + (hidden * weight[0]).sum()
+
+
 @pytest.mark.parametrize(
     ("loss", "reason"),
     [
@@ -140,6 +164,8 @@ def masked_rows(hidden, weight, target):
         (distilled, "kl_div"),
         (product_is_used_before_it_is_added, "before they are added up"),
         (masked_rows, "relu"),
+        (one_product_without_gradients, "and not all, is made where no gradients"),
+        (read_as_the_same_bits, "passes no gradients on"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -147,7 +173,17 @@ def test_it_stays_as_it_is(loss, reason):
     check_left_alone(loss, rows_and_head(), reason)
 
 
-@pytest.mark.parametrize("loss", [only_its_place_is_used, all_classes, halved, target_written_later])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        only_its_place_is_used,
+        all_classes,
+        halved,
+        target_written_later,
+        all_products_without_gradients,
+        weight_turned_without_gradients,
+    ],
+)
 def test_beside_it_the_logits_go(loss):
     check_rewritten(loss, rows_and_head())
 
