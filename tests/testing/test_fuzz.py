@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from glue_compiler.fx.copying import copy_graph_module
+from glue_compiler.ops import loss_chunks
 from glue_compiler.testing.fuzz import harness, workers
 from glue_compiler.testing.fuzz.__main__ import main
 from glue_compiler.testing.fuzz.campaign import repaired
@@ -29,6 +30,13 @@ from tests.testing import fuzz_levels
 
 WRONG = "tests.verify.wrong_passes:RenameFunctions"
 """Writes ``sin`` as ``cos``."""
+
+
+@pytest.fixture(autouse=True)
+def settings_restored(monkeypatch):
+    """Programs with losses compute them in small chunks, and keep graphs."""
+    monkeypatch.setitem(loss_chunks.LIMITS, "cpu", loss_chunks.LIMITS["cpu"])
+    monkeypatch.setattr(torch._functorch.config, "donated_buffer", torch._functorch.config.donated_buffer)
 
 
 def program(*lines, outputs=("y",), prelude=(), **further):
