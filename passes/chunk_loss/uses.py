@@ -136,14 +136,16 @@ class _Reader:
             holders.add(node)  # only items of it that sites give may be taken
 
     def _require_gradients(self, node: fx.Node, results: list[Value]) -> None:
-        """No gradient passes where what is on record has none. (Of views made under ``no_grad`` it may have one.)"""
-        detached = {value: wide.is_detached for value, wide in self.uses.wide.items()}
-        detached |= {site.value: site.is_detached or site.kind == "argmax" for site in self.uses.sites}
+        """What was understood of gradients is what is on record, so far as that says something."""
         if not requires_grad(value_of(self.head.value.node)):
             return
+        sites = {site.value: site.is_detached or site.kind == "argmax" for site in self.uses.sites}
         for value, found in zip(results, leaves(value_of(node)), strict=True):
-            if not detached.get(value, True) and not requires_grad(found):
+            is_detached = self.uses.wide[value].is_detached if value in self.uses.wide else sites.get(value, True)
+            if not is_detached and not requires_grad(found):
                 raise OtherUse(node, f"by {_name(node)}, which passes no gradients on")
+            if is_detached and value in sites and requires_grad(found):  # as a view made under no_grad asks for one
+                raise OtherUse(node, f"by {_name(node)}, which takes a gradient and passes none on")
 
     def _take_item(self, node: fx.Node, holders: set[fx.Node]) -> None:
         value = self.operators.value(node)

@@ -36,7 +36,8 @@ WRONG = "tests.verify.wrong_passes:RenameFunctions"
 def settings_restored(monkeypatch):
     """Programs with losses compute them in small chunks, and keep graphs."""
     monkeypatch.setitem(loss_chunks.LIMITS, "cpu", loss_chunks.LIMITS["cpu"])
-    monkeypatch.setattr(torch._functorch.config, "donated_buffer", torch._functorch.config.donated_buffer)
+    with torch._functorch.config.patch(donated_buffer=True):
+        yield
 
 
 def program(*lines, outputs=("y",), prelude=(), **further):

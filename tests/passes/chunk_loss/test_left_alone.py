@@ -140,6 +140,20 @@ def weight_turned_without_gradients(hidden, weight, target):
     return F.cross_entropy(flat(hidden @ turned), target.view(-1))
 
 
+def view_without_gradients(hidden, weight, target):
+    logits = F.linear(hidden, weight)
+    with torch.no_grad():
+        row = logits[0]  # asks for a gradient, as a leaf
+    return F.cross_entropy(row, target[0])
+
+
+def view_for_a_metric(hidden, weight, target):
+    logits = F.linear(hidden, weight)
+    with torch.no_grad():
+        metric = F.cross_entropy(logits[0], target[0])
+    return F.cross_entropy(flat(logits), target.view(-1)), metric
+
+
 def read_as_the_same_bits(hidden, weight, target):
     logits = F.linear(hidden, weight).view(hidden.dtype)  # passes no gradients on
     return F.cross_entropy(flat(logits), target.view(-1)) + (hidden * weight[0]).sum()
@@ -165,6 +179,7 @@ def read_as_the_same_bits(hidden, weight, target):
         (product_is_used_before_it_is_added, "before they are added up"),
         (masked_rows, "relu"),
         (one_product_without_gradients, "and not all, is made where no gradients"),
+        (view_without_gradients, "takes a gradient and passes none on"),
         (read_as_the_same_bits, "passes no gradients on"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -182,6 +197,7 @@ def test_it_stays_as_it_is(loss, reason):
         target_written_later,
         all_products_without_gradients,
         weight_turned_without_gradients,
+        view_for_a_metric,
     ],
 )
 def test_beside_it_the_logits_go(loss):
