@@ -75,8 +75,8 @@ def site_of(call: Call, node: fx.Node, step: int, wide: Mapping[Value, Wide], op
     match call.operator:
         case aten.cross_entropy_loss | aten.nll_loss_nd | aten.nll_loss | aten.nll_loss2d:
             site = _cross_entropy(call, value, taken, rank, operators)
-        case aten.gather | aten.take_along_dim:
-            index = given.get("index", given.get("indices"))
+        case aten.gather:  # not take_along_dim, to which -1 is the last class
+            index = given["index"]
             if isinstance(given["dim"], int) and is_over_classes(given["dim"], taken, rank):
                 _require_one_class(index, source, taken, operators)
                 site = Site("gather", value, taken, index, True)

@@ -159,6 +159,15 @@ def read_as_the_same_bits(hidden, weight, target):
     return F.cross_entropy(flat(logits), target.view(-1)) + (hidden * weight[0]).sum()
 
 
+def taken_from_the_end(hidden, weight, target):
+    logs = F.linear(hidden, weight).log_softmax(-1)
+    return torch.take_along_dim(logs, target[..., None], -1)  # -100 is one of the classes
+
+
+def gathered(hidden, weight, target):
+    return F.linear(hidden, weight).log_softmax(-1).gather(-1, (target % CLASSES)[..., None])
+
+
 @pytest.mark.parametrize(
     ("loss", "reason"),
     [
@@ -180,6 +189,7 @@ def read_as_the_same_bits(hidden, weight, target):
         (masked_rows, "relu"),
         (one_product_without_gradients, "and not all, is made where no gradients"),
         (view_without_gradients, "takes a gradient and passes none on"),
+        (taken_from_the_end, "take_along_dim"),
         (read_as_the_same_bits, "passes no gradients on"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -198,6 +208,7 @@ def test_it_stays_as_it_is(loss, reason):
         all_products_without_gradients,
         weight_turned_without_gradients,
         view_for_a_metric,
+        gathered,
     ],
 )
 def test_beside_it_the_logits_go(loss):
