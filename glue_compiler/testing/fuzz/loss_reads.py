@@ -115,7 +115,9 @@ def _read(draw: Draw, name: str, dims: int) -> None:
     if draw.one_graph:
         options = [each for each in options if not any(part in each for part in ("numpy", "tolist", "item()", "copy"))]
     new = draw.name("read")
-    with draw.maybe_inside(0.15, "with torch.no_grad():", "with torch.inference_mode():"):
+    # In a graph, views made in inference mode leave torch's dispatcher broken, with aot_eager too.
+    headers = ["with torch.no_grad():"] + ["with torch.inference_mode():"] * (not draw.one_graph)
+    with draw.maybe_inside(0.15, *headers):
         draw.emit(f"{new} = {draw.pick(*options)}")
     draw.outputs.append(new)
 
@@ -161,7 +163,6 @@ def _write(draw: Draw, name: str, dims: int) -> None:
         f"{name}.copy_({name}.flip(-1))",
         f"{name} -= 1",
         f"{name}.exp_()",
-        f"{name}.data.mul_(3)",
         f"{name}.zero_()",
         f"{name}.register_hook(lambda gradient: gradient * 3) if {name}.requires_grad else None",
         f"{name}.requires_grad_({name}.requires_grad)",
