@@ -62,15 +62,15 @@ class GlueBackend:
             capture.check_rows(gm)
         prologues = [p.prologue for p in reports if p.prologue is not None]
         observer.handed_off(gm, prologues)
-        pair_passes = pipeline.pair_passes(gm)
+        step_passes = pipeline.step_passes(gm)
         call = hand_off_in_parts(
             self._hand_off,
             prologues,
             gm,
             example_inputs,
-            pipeline.options_with(pair_passes),
-            pipeline.uuid(pair_passes),
-            pipeline.pair_edit(pair_passes, observer),
+            pipeline.options_with(step_passes),
+            pipeline.uuid(step_passes),
+            pipeline.step_edit(step_passes, observer),
         )
         call = defer_outputs(call, [each for p in reports for each in p.deferred])
         changed = [p.name for p in reports if p.changed and p.numerics is Numerics.CLOSE]

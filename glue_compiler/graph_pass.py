@@ -25,6 +25,8 @@ class Stage(enum.Enum):
 
     CAPTURED = "captured"
     """On Dynamo's graph, before AOTAutograd: torch-level operators, higher-order operators with bodies."""
+    JOINT = "joint"
+    """On the joint graph of a training step, which is partitioned next (:class:`JointPass`): ATen operators."""
     PARTITIONED = "partitioned"
     """On the forward and the backward graph of a training step (:class:`PairPass`): ATen operators, no bodies."""
 
@@ -151,3 +153,20 @@ class PairPass(GraphPass):
     @abstractmethod
     def run_pair(self, pair: TrainingPair, context: PassContext) -> PassResult:
         """Rewrite the pair in place. May raise: the pipeline then restores both graphs."""
+
+
+class JointPass(GraphPass):
+    """A decision of the stage ``JOINT`` on what is saved for backward, as marks on nodes. ``run`` is not called."""
+
+    stage: ClassVar[Stage] = Stage.JOINT
+
+    def run(self, graph: fx.GraphModule, context: PassContext) -> PassResult:
+        raise NotImplementedError(f"{self.name} works on the joint graph of a training step")
+
+    @abstractmethod
+    def wants_joint(self, graph: fx.GraphModule, options: GlueOptions) -> bool:
+        """May there be anything to do for this captured graph?"""
+
+    @abstractmethod
+    def run_joint(self, joint: fx.GraphModule, num_outputs: int, context: PassContext) -> PassResult:
+        """Mark nodes of ``joint``, whose first ``num_outputs`` results are the forward's."""

@@ -29,7 +29,7 @@ def hand_off(
 ) -> Callable[..., Any]:
     """Compile ``gm`` with the compiler that ``options`` names. Takes ownership of ``gm``.
 
-    ``edit_pair`` changes the forward and the backward graph of a training step; ``passes_uuid`` stands for it too;
+    ``edit_pair`` marks and changes the graphs of a training step; ``passes_uuid`` stands for it too;
     without one, nothing comes from Inductor's caches and nothing goes there.
     """
     if options.compiler == "aot_eager":

@@ -5,7 +5,6 @@ Who wants to know what happens is an ``Observer``; the pipeline tells it, and kn
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -13,7 +12,7 @@ import logging
 import pickle
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,13 +24,22 @@ from glue_compiler.compat import partition
 from glue_compiler.deferred.outputs import DeferredOutput
 from glue_compiler.errors import GlueContractError, GlueOffloadError, GlueWarning
 from glue_compiler.fuel import Fuel, Rewrite, RewriteCounter
-from glue_compiler.fx import bodies
-from glue_compiler.fx.copying import copy_graph, has_changed
 from glue_compiler.fx.effects import EffectAnalysis
 from glue_compiler.fx.invariants import Fault, check_graph, find_faults
 from glue_compiler.fx.missing_values import record_missing_values
+from glue_compiler.fx.snapshots import Snapshot
 from glue_compiler.fx.training_pair import TrainingPair, check_pair
-from glue_compiler.graph_pass import GraphPass, Numerics, PairPass, PassContext, PassResult, Prologue, Skip, Stage
+from glue_compiler.graph_pass import (
+    GraphPass,
+    JointPass,
+    Numerics,
+    PairPass,
+    PassContext,
+    PassResult,
+    Prologue,
+    Skip,
+    Stage,
+)
 from glue_compiler.observer import Observer
 from glue_compiler.options import GlueOptions
 from glue_compiler.sources import sources_of
@@ -87,9 +95,9 @@ class Pipeline:
         record_missing_values(gm, context.effects)
         observer.captured(gm)
 
-        def check(result: PassResult, saved: Saved) -> None:
+        def check(result: PassResult, before: Snapshot) -> None:
             def earlier() -> list[Fault]:
-                with _restored_for_a_look(saved):
+                with before.restored_for_a_look():
                     return find_faults(gm, context.effects)
 
             check_graph(gm, context.effects, earlier)
@@ -119,32 +127,51 @@ class Pipeline:
         observer.pair_finished(pair)
         return reports
 
-    def pair_passes(self, gm: fx.GraphModule) -> tuple[PairPass, ...]:
-        """The passes that may have something to do in the forward and backward graphs that ``gm`` becomes."""
-        return tuple(p for p in self.passes if isinstance(p, PairPass) and p.wants_pairs(gm, self.options))
+    def run_joint(
+        self, joint: fx.GraphModule, num_outputs: int, passes: Sequence[JointPass], observer: Observer = _NOBODY
+    ) -> list[PassReport]:
+        """Run ``passes`` on the joint graph of a training step, in place."""
+        context = PassContext(self.options, EffectAnalysis.for_graph(joint))
+        reports = []
+        for graph_pass in passes:
+            run = functools.partial(graph_pass.run_joint, joint, num_outputs)
+            reports.append(self._run_one(graph_pass, [joint], run, lambda *_: joint.graph.lint(), context))
+            observer.marked(reports[-1])
+        return reports
 
-    def pair_edit(self, passes: Sequence[PairPass], observer: Observer = _NOBODY) -> partition.Edit | None:
-        """What the partitioner is to call with each pair; None without passes over pairs."""
+    def step_passes(self, gm: fx.GraphModule) -> tuple[JointPass | PairPass, ...]:
+        """The passes that may have something to do in the joint, forward and backward graphs that ``gm`` becomes."""
+        joint = [p for p in self.passes if isinstance(p, JointPass) and p.wants_joint(gm, self.options)]
+        return (*joint, *(p for p in self.passes if isinstance(p, PairPass) and p.wants_pairs(gm, self.options)))
+
+    def step_edit(self, passes: Sequence[JointPass | PairPass], observer: Observer = _NOBODY) -> partition.Edit | None:
+        """What is to happen around the partitioner; None without passes over training steps."""
         if not passes:
             return None
+        on_joint = [p for p in passes if isinstance(p, JointPass)]
+        on_pairs = [p for p in passes if isinstance(p, PairPass)]
+
+        def mark(joint: fx.GraphModule, num_outputs: int) -> None:
+            self.run_joint(joint, num_outputs, on_joint, observer)
 
         def edit(forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int) -> None:
-            self.run_pair(TrainingPair(forward, backward, num_outputs), passes, observer)
+            self.run_pair(TrainingPair(forward, backward, num_outputs), on_pairs, observer)
 
-        return edit
+        return partition.Edit(edit, mark if on_joint else None)
 
-    def options_with(self, passes: Sequence[PairPass]) -> GlueOptions:
+    def options_with(self, passes: Sequence[JointPass | PairPass]) -> GlueOptions:
         """The options, with what these passes ask of Inductor; the user's own win."""
-        wanted = {name: value for p in passes for name, value in p.inductor_options(self.options).items()}
+        on_pairs = (p for p in passes if isinstance(p, PairPass))
+        wanted = {name: value for p in on_pairs for name, value in p.inductor_options(self.options).items()}
         return dataclasses.replace(self.options, inductor={**wanted, **self.options.inductor})
 
-    def uuid(self, pair_passes: Sequence[PairPass] = ()) -> bytes | None:
+    def uuid(self, step_passes: Sequence[JointPass | PairPass] = ()) -> bytes | None:
         """Identifies the enabled passes: their names, sources and the options they read. None: nothing is to be cached.
 
-        A graph from the cache runs none of ``pair_passes``, so their rewrites would have no numbers, and a dump would
+        A graph from the cache runs none of ``step_passes``, so their rewrites would have no numbers, and a dump would
         not show them.
         """
-        if self.options.fuel is not None or self.options.verify or (self.options.dump and pair_passes):
+        if self.options.fuel is not None or self.options.verify or (self.options.dump and step_passes):
             return None
         described = [_described(p, self.options) for p in self.passes]
         return None if None in described else hashlib.sha256(pickle.dumps(described)).digest()
@@ -154,11 +181,11 @@ class Pipeline:
         graph_pass: GraphPass,
         graphs: Sequence[fx.GraphModule],
         run: Callable[[PassContext], PassResult],
-        check: Callable[[PassResult, Saved], None],
+        check: Callable[[PassResult, Snapshot], None],
         context: PassContext,
     ) -> PassReport:
         start = time.perf_counter()
-        saved = [pair for gm in graphs for pair in _save(gm)]
+        before = Snapshot(*graphs)
         result: PassResult | None = None
         error = None
         fuel = Fuel(self.counter, self.options.fuel)
@@ -169,15 +196,15 @@ class Pipeline:
                     graphs[0], graph_pass.name, lambda _: _checked_result(graph_pass, run(context))
                 )
                 if result is not None and result.changed:
-                    check(result, saved)
-                elif any(has_changed(module, graph) for module, graph in saved):
+                    check(result, before)
+                elif before.has_other_nodes():
                     raise GlueContractError(
                         f"pass '{graph_pass.name}' changed the graph and says that it did not; "
                         "return PassResult(changed=True) where it does"
                     )
         except Exception as failure:
             fuel.give_back()
-            _restore(saved)
+            before.restore()
             if self.options.strict or isinstance(failure, GlueOffloadError):
                 raise
             error = f"{type(failure).__name__}: {failure}"
@@ -277,27 +304,3 @@ def _checked_result(graph_pass: GraphPass, result: object) -> PassResult:
             f"pass '{graph_pass.name}' returned {result!r}; return PassResult(changed=..., counts={{...}})"
         )
     return result
-
-
-Saved = list[tuple[fx.GraphModule, fx.Graph]]
-"""A graph and its bodies: each module, and the graph that it had."""
-
-
-def _save(gm: fx.GraphModule) -> Saved:
-    return [(module, copy_graph(module.graph)[0]) for module in bodies.graph_modules(gm)]
-
-
-def _restore(saved: Saved) -> None:
-    for module, graph in saved:
-        module.graph = graph
-        module.recompile()
-
-
-@contextlib.contextmanager
-def _restored_for_a_look(saved: Saved) -> Iterator[None]:
-    now = [(module, module.graph) for module, _ in saved]
-    _restore(saved)
-    try:
-        yield
-    finally:
-        _restore(now)

@@ -2,7 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+_EXPLICIT: dict[object, Literal["save", "recompute"]] = {
+    CheckpointPolicy.MUST_SAVE: "save",
+    CheckpointPolicy.MUST_CPU_OFFLOAD: "save",
+    CheckpointPolicy.MUST_RECOMPUTE: "recompute",
+}
+
+
+def explicit_policy(node: fx.Node) -> Literal["save", "recompute"] | None:
+    """What a selective checkpoint insists on for this node of a joint graph; plain checkpoints only prefer."""
+    return _EXPLICIT.get(node.meta.get("recompute"))
+
+
+def is_marked_to_recompute(node: fx.Node) -> bool:
+    """Is this node of a joint graph one that a checkpoint computes again?"""
+    return node.meta.get("recompute") in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+
+
+def is_backward(node: fx.Node) -> bool:
+    """Has the program said that this node of a joint graph belongs to backward?"""
+    return node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
 
 
 def region_of(node: fx.Node) -> int | None:

@@ -11,7 +11,7 @@ from typing import Literal
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-Wish = Literal["must", "prefer"]
+Wish = Literal["must", "prefer", "plan"]
 
 _KEY = "glue_offload"
 _WISHES: dict[object, Wish] = {
@@ -33,6 +33,16 @@ def wish_of(node: fx.Node) -> Wish | None:
     """What a selective policy said of this node of a forward graph."""
     wish: Wish | None = node.meta.get(_KEY)
     return wish
+
+
+def mark_planned(node: fx.Node) -> None:
+    """This node of a joint graph is saved, and waits for backward on the host where that can be."""
+    node.meta.setdefault(_KEY, "plan")
+
+
+def is_planned(node: fx.Node) -> bool:
+    """Was this node of a forward graph marked by :func:`mark_planned`?"""
+    return node.meta.get(_KEY) == "plan"
 
 
 def has_selective_policy(module: fx.GraphModule) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,8 +12,18 @@ from torch import fx
 from glue_compiler.compat.inductor import uuid_beside
 from glue_compiler.compat.offload_policies import save_what_is_to_be_offloaded
 
-Edit = Callable[[fx.GraphModule, fx.GraphModule, int], None]
-"""Changes a forward and a backward graph in place; the int is the number of forward outputs that are not saved."""
+
+@dataclass(frozen=True)
+class Edit:
+    """What happens around the partitioner; the ints are the number of the forward's outputs that are not saved.
+
+    Attributes:
+        pair: changes a forward and a backward graph in place.
+        joint: marks nodes of the joint graph that they will be made of; None if nothing is to be marked.
+    """
+
+    pair: Callable[[fx.GraphModule, fx.GraphModule, int], None]
+    joint: Callable[[fx.GraphModule, int], None] | None = None
 
 
 _custom_passes = getattr(torch._inductor, "custom_graph_pass", None)
@@ -20,7 +31,7 @@ _CustomPartitionerFn: Any = getattr(_custom_passes, "CustomPartitionerFn", objec
 
 
 class EditedPartition(_CustomPartitionerFn):
-    """Partitions a joint graph as the user's partitioner does, or torch's min-cut one; ``edit`` then changes the pair.
+    """Partitions a joint graph as the user's partitioner does, or torch's min-cut one, with ``edit`` around it.
 
     The cache keys know it by ``key``, which must stand for all that ``edit`` does. Pickled, it is ``key`` alone:
     a cache hit brings graphs that were edited already.
@@ -38,10 +49,13 @@ class EditedPartition(_CustomPartitionerFn):
 
         if self.edit is None:
             raise RuntimeError("a partitioner that came out of a cache key partitions nothing")
+        if self.edit.joint is not None:
+            _merge_equal(gm)
+            self.edit.joint(gm, kwargs["num_fwd_outputs"])
         save_what_is_to_be_offloaded(gm)
         partition: Callable[..., Any] = self.inner or min_cut_rematerialization_partition
         forward, backward = partition(gm, joint_inputs, **kwargs)
-        self.edit(forward, backward, kwargs["num_fwd_outputs"])
+        self.edit.pair(forward, backward, kwargs["num_fwd_outputs"])
         return forward, backward
 
     def uuid(self) -> Any | None:
@@ -51,8 +65,19 @@ class EditedPartition(_CustomPartitionerFn):
         return {"key": self.key, "edit": None, "inner": None}
 
 
+def _merge_equal(joint: fx.GraphModule) -> None:
+    """What the partitioner would do first, so that marks are made on what it then works with."""
+    from torch._functorch import config
+    from torch._functorch.compile_utils import fx_graph_cse
+
+    joint.graph.eliminate_dead_code()
+    if config.cse:
+        joint.graph = fx_graph_cse(joint.graph)
+    joint.recompile()
+
+
 def partition_patch(key: bytes | None, edit: Edit, options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Inductor options that run ``edit`` on each pair, after the partitioner in ``options`` or Inductor's config."""
+    """Inductor options that run ``edit`` around the partitioner in ``options`` or Inductor's config."""
     from torch._inductor import config
 
     inner = options.get("custom_partitioner_fn", config.custom_partitioner_fn)

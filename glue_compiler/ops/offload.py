@@ -16,7 +16,8 @@ from glue_compiler.ops.copy_engine import engine
 
 # torch.library.custom_op cannot express a result that aliases an operand.
 _library = torch.library.Library("glue", "FRAGMENT")
-_TAGS = (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
+# Any strides will do: with those of the trace, Inductor would copy what it has laid out differently.
+_TAGS = (torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag)
 _library.define("offload_start(Tensor source, Tensor? after, int pinned_limit) -> Tensor", tags=_TAGS)
 _library.define("offload_wait(Tensor(a) host, Tensor source, Tensor? after) -> Tensor(a)", tags=_TAGS)
 _library.define("reload_start(Tensor host, Tensor? after, Device device) -> Tensor", tags=_TAGS)
@@ -32,10 +33,11 @@ def offload_start(source: Tensor, after: Tensor | None, pinned_limit: int) -> Te
         pinned_limit: bytes of page-locked memory that the pool may hold; negative: no limit.
 
     Returns:
-        A host tensor of the same sizes and dtype, with the strides of ``torch.empty_like``. On an accelerator it may be
-        read only by ``reload_start``; ``source`` must live until ``offload_wait``.
+        A contiguous host tensor of the same sizes and dtype, whatever a compiler made of the source's strides: it would
+        copy other ones, on the host, before they are there. On an accelerator it may be read only by ``reload_start``;
+        ``source`` must live until ``offload_wait``.
     """
-    return engine.start_offload(source, None if pinned_limit < 0 else pinned_limit)
+    return engine.start_offload(source.contiguous(), None if pinned_limit < 0 else pinned_limit)
 
 
 def offload_wait(host: Tensor, source: Tensor, after: Tensor | None) -> Tensor:
@@ -70,7 +72,7 @@ TRANSFERS = frozenset(
 
 @torch.library.register_fake("glue::offload_start", lib=_library)
 def _(source: Tensor, after: Tensor | None, pinned_limit: int) -> Tensor:
-    return torch.empty_like(source, device="cpu")
+    return torch.empty_like(source, device="cpu", memory_format=torch.contiguous_format)
 
 
 @torch.library.register_fake("glue::reload_start", lib=_library)

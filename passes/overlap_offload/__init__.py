@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import glue_compiler.ops.offload  # noqa: F401  a graph from the cache calls the operators, and no pass runs for it
 from glue_compiler.compat import inductor, offload_policies
@@ -15,7 +15,7 @@ from glue_compiler.fx.values import value_of
 from glue_compiler.graph_pass import Numerics, PairPass, PassContext, PassResult, Skip
 from glue_compiler.passes.overlap_offload.checker import check_offload
 from glue_compiler.passes.overlap_offload.copies import find_round_trips, may_copy, save_sources
-from glue_compiler.passes.overlap_offload.memory import predict_memory
+from glue_compiler.passes.overlap_offload.memory import peak_of, predict_memory
 from glue_compiler.passes.overlap_offload.plan import OffloadPlan, Region, plan_offload
 from glue_compiler.passes.overlap_offload.rewrite import apply_schedule
 from glue_compiler.passes.overlap_offload.saved_tensors import RegionTensors, find_saved_tensors
@@ -33,11 +33,11 @@ BUFFERS = 2
 class OverlapOffload(PairPass):
     """Move saved tensors to the host, with copies that overlap with compute.
 
-    Which: the inputs of checkpointed regions (``options={"offload": "checkpoints"}``, or as few of them as
-    ``memory_budget`` needs), what a selective checkpoint policy marks with ``MUST_CPU_OFFLOAD`` or
-    ``PREFER_CPU_OFFLOAD``, and what the graph copies to the host and back by itself. Counts: ``regions`` found,
-    ``moved`` tensors, ``bytes`` moved in a step (an upper bound with dynamic shapes); with a budget also
-    ``predicted_peak``.
+    Which: the inputs of checkpointed regions (``options={"offload": "checkpoints"}``), with ``memory_budget`` what
+    ``plan_memory`` says, or without that pass as few of those inputs as are needed, what a selective checkpoint policy
+    marks with ``MUST_CPU_OFFLOAD`` or ``PREFER_CPU_OFFLOAD``, and what the graph copies to the host and back by itself.
+    Counts: ``regions`` found, ``moved`` tensors, ``bytes`` moved in a step (an upper bound with dynamic shapes); with a
+    budget also ``predicted_peak``.
 
     Bitwise as long as operators run one by one: a compiler that fuses rounds a tensor that is written out.
     """
@@ -64,8 +64,10 @@ class OverlapOffload(PairPass):
         trips, skips = find_round_trips(pair)
         trips = list(context.fuel.allowed((f"reschedule the copies of {t.source.name}", t) for t in trips))
         save_sources(pair, trips)
+        is_planned = any(map(offload_policies.is_planned, pair.forward.graph.nodes))
+        all_inputs = _moves_inputs(options) and not is_planned
         regions, more = find_saved_tensors(
-            pair, context.shape_env, all_inputs=_moves_inputs(options), copied=[trip.source for trip in trips]
+            pair, context.shape_env, all_inputs=all_inputs, copied=[trip.source for trip in trips]
         )
         skips += more
         if _moves_inputs(options) and _is_on_the_host(regions):
@@ -73,13 +75,13 @@ class OverlapOffload(PairPass):
                 0, Skip("this is a CPU: checkpoint inputs are in host memory anyway, and moving frees nothing")
             )
         required = [region.index for region in regions if region.is_required]
-        plan = self._plan(pair, regions, required, context)
+        plan = self._plan(pair, regions, required, "all" if is_planned else "budget", context)
         schedule = schedule_moves(pair, regions, _allowed(regions, plan.moved, context.fuel), BUFFERS)
         skips += [*schedule.skips, *_preferred_but_left(regions, plan.moved, plan.reason)]
         counts = {"regions": len(regions)}
-        if options.memory_budget is not None:
+        if options.memory_budget is not None and not is_planned:
             counts |= {"predicted_peak": plan.peak_bytes, "memory_budget": options.memory_budget}
-            skips += _over_budget(plan, options.memory_budget)
+            skips += _over_budget(plan.peak_bytes, plan.reason, options.memory_budget)
         if not schedule.moves:
             if _moves_inputs(options):
                 nothing = (
@@ -92,10 +94,19 @@ class OverlapOffload(PairPass):
         check_offload(pair, groups, schedule.buffers)
         moved = [move.one for region in schedule.moves for move in region]
         counts |= {"moved": len(moved), "bytes": sum(one.nbytes for one in moved)}
+        if options.memory_budget is not None and is_planned:
+            peak = peak_of(pair, context.shape_env, only_realised=options.compiler == "inductor")
+            counts |= {"predicted_peak": peak, "memory_budget": options.memory_budget}
+            skips += _over_budget(peak, "the lowest that plan_memory found", options.memory_budget)
         return PassResult(changed=True, counts=counts, skips=tuple(skips))
 
     def _plan(
-        self, pair: TrainingPair, regions: list[RegionTensors], required: list[int], context: PassContext
+        self,
+        pair: TrainingPair,
+        regions: list[RegionTensors],
+        required: list[int],
+        policy: Literal["all", "budget"],
+        context: PassContext,
     ) -> OffloadPlan:
         budget = context.options.memory_budget
         if budget is None:
@@ -104,7 +115,7 @@ class OverlapOffload(PairPass):
         fused = context.options.compiler == "inductor"
         sizes, base = predict_memory(pair, regions, context.shape_env, only_realised=fused)
         return plan_offload(
-            sizes, None, policy="budget", budget=budget, base_bytes=base, buffers=BUFFERS, required=required
+            sizes, None, policy=policy, budget=budget, base_bytes=base, buffers=BUFFERS, required=required
         )
 
 
@@ -123,13 +134,13 @@ def _allowed(regions: list[RegionTensors], moved: Collection[int], fuel: Fuel) -
     return [index for index in moved if index in own or fuel.take(f"move the tensors of region {index}")]
 
 
-def _over_budget(plan: OffloadPlan, budget: int) -> list[Skip]:
-    """Says so, once in the report and once as a warning, when even all moves do not bring the peak below the budget."""
-    if plan.peak_bytes <= budget:
+def _over_budget(peak: int, reason: str, budget: int) -> list[Skip]:
+    """Says so, once in the report and once as a warning, when the peak is not below the budget after all."""
+    if peak <= budget:
         return []
     reason = (
-        f"the memory_budget of {budget / 2**30:.2f} GiB cannot be kept: a peak of {plan.peak_bytes / 2**30:.2f} GiB is "
-        f"predicted ({plan.reason}). A shorter sequence, a smaller batch or more checkpointed regions lower it."
+        f"the memory_budget of {budget / 2**30:.2f} GiB cannot be kept: a peak of {peak / 2**30:.2f} GiB is "
+        f"predicted ({reason}). A shorter sequence, a smaller batch or more checkpointed regions lower it."
     )
     warnings.warn(f"glue: {reason}", GlueWarning, stacklevel=2)
     return [Skip(reason)]

@@ -14,9 +14,9 @@ from itertools import accumulate
 import torch
 from torch import fx
 
+from glue_compiler.fx.device_bytes import bytes_counter
 from glue_compiler.fx.storage_roots import storage_root
 from glue_compiler.fx.training_pair import TrainingPair
-from glue_compiler.fx.values import most_bytes, tensors_in, value_of
 from glue_compiler.passes.overlap_offload.plan import Region
 from glue_compiler.passes.overlap_offload.saved_tensors import RegionTensors
 from glue_compiler.passes.overlap_offload.schedule import is_product, realised_values
@@ -35,16 +35,7 @@ def predict_memory(
             values, those count that products or attention read or write, or that are needed on both sides of one.
     """
     inputs = pair.forward.graph.find_nodes(op="placeholder")
-    devices = [tensor.device for node in inputs for tensor in tensors_in(value_of(node))]
-    # A graph with inputs on the host too computes on another device.
-    device = next((device for device in devices if device.type != "cpu"), devices[0] if devices else None)
-
-    def nbytes(node: fx.Node) -> int:
-        value = value_of(node)
-        if not isinstance(value, torch.Tensor) or value.device != device:
-            return 0
-        return most_bytes(value, shape_env) or 0
-
+    nbytes = bytes_counter(inputs, shape_env)
     always = sum(map(nbytes, inputs))
     movable = {one.saved.name for region in regions for one in region.tensors}
     excluded = movable | {node.name for node in inputs}
@@ -63,6 +54,25 @@ def predict_memory(
         )
         for place, region in enumerate(regions)
     ], always
+
+
+def peak_of(pair: TrainingPair, shape_env: object, *, only_realised: bool) -> int:
+    """The most bytes at a time of a pair as it is, with the copies that it has. ``only_realised``: as above.
+
+    A source counts until its copy is waited for, and what comes back from the start of that copy.
+    """
+    inputs = pair.forward.graph.find_nodes(op="placeholder")
+    nbytes = bytes_counter(inputs, shape_env)
+    on_the_host = {node.name for gm in (pair.forward, pair.backward) for node in gm.graph.nodes if _is_host(node)}
+    excluded = on_the_host | {node.name for node in inputs}
+    ahead = _live_bytes(pair.forward, excluded, only_realised, nbytes)
+    back = _live_bytes(pair.backward, excluded, only_realised, nbytes)
+    return sum(map(nbytes, inputs)) + max(*ahead, *back)
+
+
+def _is_host(node: fx.Node) -> bool:
+    makes = node.target in (torch.ops.glue.offload_start.default, torch.ops.glue.offload_wait.default)
+    return makes or any(user.target is torch.ops.glue.reload_start.default for user in node.users)
 
 
 def _live_bytes(

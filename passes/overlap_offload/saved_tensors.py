@@ -14,13 +14,13 @@ from glue_compiler.compat import checkpoint_tags, device_copies, offload_policie
 from glue_compiler.errors import GlueInvariantError, GlueOffloadError
 from glue_compiler.fx.storage_roots import storage_root
 from glue_compiler.fx.training_pair import TrainingPair
-from glue_compiler.fx.values import expression, is_plain, keeps_layout, most_bytes, source_line, storages_of, value_of
+from glue_compiler.fx.values import expression, is_in_order, is_plain, most_bytes, source_line, storages_of, value_of
 from glue_compiler.graph_pass import Skip
 from glue_compiler.ops.copy_engine import why_no_copies
 
-Wish = Literal["region", "prefer", "must", "copy"]
-"""Why a tensor would move: it is a checkpointed region's input, a selective policy prefers it or insists on it, or the
-graph moved it already."""
+Wish = Literal["region", "plan", "prefer", "must", "copy"]
+"""Why a tensor would move: it is a checkpointed region's input, ``plan_memory`` says so, a selective policy prefers it
+or insists on it, or the graph moved it already."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +112,8 @@ def find_saved_tensors(
             continue
         started = regions_started(saved, [backward[place] for place in taken_uses])
         wish: Wish | None = "copy" if saved in copied else offload_policies.wish_of(saved)
+        if offload_policies.is_planned(storage_root(saved)):  # the partitioner may save a view of what was planned
+            wish = wish or "plan"
         # Parameters are read by regions too, and each would be a skip.
         if wish is None and started and all_inputs and not checkpoint_tags.is_graph_input(saved):
             wish = "region"
@@ -169,6 +171,8 @@ def why_not(
     value = value_of(saved)
     if not is_plain(value):
         return f"a {type(value).__name__} is not copied as a plain tensor"
+    if _is_in_flight(storage_root(saved)):
+        return "a collective may still be writing it: it is waited for later. A result that is waited for would move"
     if len(started) > 1:
         return f"the recomputation of {len(started)} regions reads it, so it is needed all through backward"
     keys = memory_of(saved)
@@ -182,11 +186,17 @@ def why_not(
             return f"backward also needs '{other.name}', which shares its memory"
     if reason := why_no_copies(value.device):
         return reason
-    if not keeps_layout(value):
-        return "its elements do not lie next to each other, as those of a copy would; .contiguous() before it helps"
+    if not is_in_order(value):
+        return "its elements do not lie in the order of its sizes, as those of a copy would; .contiguous() helps"
     if expression(value.storage_offset()) != 0 and any(r.target is torch.ops.aten.as_strided.default for r in readers):
         return "backward reads its memory by absolute offsets, which a copy does not have"
     return None
+
+
+def _is_in_flight(maker: fx.Node) -> bool:
+    """Does it make its result on a stream of its own, which only ``wait_tensor`` waits for?"""
+    namespace, _, name = str(maker.target).partition(".")
+    return namespace in ("_c10d_functional", "_c10d_functional_autograd") and not name.startswith("wait_tensor")
 
 
 def kept_by_the_caller(pair: TrainingPair) -> Mapping[int, fx.Node]:

@@ -81,7 +81,7 @@ def test_a_part_that_was_renamed_turns_its_feature_off(feature, path, asked_agai
     rename(feature, path, monkeypatch)
     with pytest.warns(GlueWarning, match=feature.name) as warned:
         assert not feature.is_available()
-    assert path in str(warned[0].message)
+    assert path in names(warned)[0]  # the first import of a part may warn of its own
 
 
 def rename(feature, path, monkeypatch):

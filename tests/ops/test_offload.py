@@ -51,14 +51,15 @@ def test_schemas_say_that_waits_alias_and_starts_do_not():
         assert not any(argument.is_write for argument in schema.arguments)
 
 
-def test_a_round_trip_brings_every_bit_and_dense_strides_back(tensor):
+def test_a_round_trip_brings_every_bit_back_in_the_order_of_the_sizes(tensor):
     host = ops.offload_wait(ops.offload_start(tensor, None, -1), tensor, None)
     expected = tensor.clone()
     tensor.zero_() if tensor.is_contiguous() else None
     back = ops.reload_wait(ops.reload_start(host, None, CPU), None)
     assert torch.equal(back, expected)
     assert back.dtype == tensor.dtype
-    assert back.stride() == torch.empty_like(tensor).stride()
+    assert host.is_contiguous()
+    assert back.is_contiguous()
     assert engine.in_flight() == 0
 
 

@@ -202,7 +202,7 @@ def test_a_copy_of_what_could_not_be_copied_stays_with_a_skip():
 
     for ahead, back, reason in (
         (shared, lambda a, flat, tangent: (tangent * to(a, "cuda"), flat.sin()), "shares its memory"),
-        (with_gaps, lambda a, tangent: (to(a, "cuda").sin(),), "do not lie next to each other"),
+        (with_gaps, lambda a, tangent: (to(a, "cuda").sin(),), "do not lie in the order of its sizes"),
         (behind_an_offset, by_offsets, "by absolute offsets"),
     ):
         result = run_pass(pair_of(ahead, back))

@@ -104,13 +104,26 @@ def test_dtypes_of_several_kinds_keep_theirs():
     assert equal(without, result)
 
 
-def test_inputs_that_are_views_and_not_contiguous():
+def test_inputs_that_are_views_of_what_lies_in_order():
+    class Reshaped(Blocks):
+        def between(self, x):
+            return torch.tanh(x.view(2, 2, 8)).view(4, 8)
+
+    without, result, report = run_both(Reshaped(4), torch.randn(4, 8))
+    assert report.counts["moved"] == 3
+    assert equal(without, result)
+
+
+def test_inputs_whose_elements_lie_in_another_order_stay():
+    """Inductor would copy their host tensors into the order that it has on record, before they are filled."""
+
     class Transposed(Blocks):
         def between(self, x):
             return torch.tanh(x.t()).t()
 
     without, result, report = run_both(Transposed(4), torch.randn(4, 8))
-    assert report.counts["moved"] == 3
+    assert not report.changed
+    assert any("in the order of its sizes" in skip.reason for skip in report.skips)
     assert equal(without, result)
 
 

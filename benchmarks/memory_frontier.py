@@ -1,0 +1,216 @@
+"""Step time against peak memory of one model: glue's plans, beside torch's knapsack, policies and checkpoints.
+
+    python -m benchmarks.memory_frontier                            # Qwen3-8B's width, 16 layers, 2 x 8192 tokens
+    python -m benchmarks.memory_frontier --rows keep,plan-24GiB,plan-16GiB,checkpoints --svg docs/memory_frontier.svg
+    python -m benchmarks.memory_frontier --shape tiny --tokens 256 --rows keep,plan-30MiB   # to test the code, on a CPU
+
+Rows: ``keep`` (glue, nothing is recomputed but what its compiler fuses), ``inductor`` (the same without glue),
+``knapsack-S`` (Inductor with ``activation_memory_budget=S``), ``checkpoints`` (each layer is checkpointed), ``policy``
+(the same, attention's results saved by a selective policy), ``offload`` (glue, ``offload="checkpoints"``), ``plan-B``
+(glue, no checkpoints, ``memory_budget=B``), ``plan-B-checkpoints`` (the same on a checkpointed model). All but
+``knapsack``, ``inductor``, ``checkpoints`` and ``policy`` run glue.
+
+The model has random frozen weights; LoRA adapters of rank 16 on the query and value projections train, without an
+optimiser. All rows compile side by side, each in a process of its own, and are timed one after the other when all are
+ready. Columns: milliseconds of a step, median; GiB at the peak; both as planned; bytes moved to the host, kernels that
+are computed again, seconds of planning and of the first step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import multiprocessing
+import os
+import statistics
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from multiprocessing.synchronize import Barrier, Lock
+from typing import Any
+
+import torch
+import torch._functorch.config
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from benchmarks.checkpoint_decoder import (
+    Decoder,
+    RunLayer,
+    Shape,
+    add_shape_arguments,
+    batch_of,
+    checkpointed,
+    shape_of,
+)
+from benchmarks.frontier_svg import Dot, draw
+
+DEFAULT_ROWS = "keep,plan-24GiB,plan-16GiB,plan-11.2GiB,knapsack-0.5,knapsack-0.2,checkpoints,policy,offload"
+GIB = 2**30
+COLUMNS = ("step ms", "peak GiB", "planned ms", "planned GiB", "moved GiB", "recomputed", "planning s", "first s")
+
+
+def without_checkpoint(layer: nn.Module, *given: Tensor) -> Tensor:
+    result: Tensor = layer(*given)
+    return result
+
+
+def with_saved_attention(layer: nn.Module, *given: Tensor) -> Tensor:
+    result: Tensor = checkpoint(
+        layer,
+        *given,
+        use_reentrant=False,
+        context_fn=functools.partial(create_selective_checkpoint_contexts, _save_attention),
+    )
+    return result
+
+
+def _save_attention(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    is_attention = "attention" in str(operator)
+    return CheckpointPolicy.MUST_SAVE if is_attention else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def prepare(row: str) -> tuple[RunLayer, dict[str, Any]]:
+    """How a row runs its layers, and what it hands to ``torch.compile``."""
+    kind, _, size = row.partition("-")
+    if kind == "knapsack":
+        torch._functorch.config.activation_memory_budget = float(size)
+    if kind in ("inductor", "knapsack"):
+        return without_checkpoint, {}
+    if kind == "checkpoints":
+        return checkpointed, {}
+    if kind == "policy":
+        return with_saved_attention, {}
+    if kind == "keep":
+        return without_checkpoint, {"backend": "glue"}
+    if kind == "offload":
+        return checkpointed, {"backend": "glue", "options": {"offload": "checkpoints"}}
+    if kind == "plan":
+        size, _, how = size.partition("-")
+        run = checkpointed if how == "checkpoints" else without_checkpoint
+        return run, {"backend": "glue", "options": {"memory_budget": size, "dump": os.environ["FRONTIER_DUMP"]}}
+    raise ValueError(f"there is no row '{row}'; see --help")
+
+
+def measure(row: str, number: int, shape: Shape, steps: int, everyone: Barrier, turn: Lock, folder: str) -> None:
+    """In a process of its own: leaves its numbers as a file in ``folder``. Rows go over all cards in turn."""
+    path = os.path.join(folder, row)
+    os.environ["FRONTIER_DUMP"] = f"{path}.dump"
+    warnings.simplefilter("ignore")
+    found: dict[str, Any] = {}
+    try:
+        cards = torch.cuda.device_count()
+        device = torch.device("cuda", number % cards) if cards else torch.device("cpu")
+        if cards:
+            torch.cuda.set_device(device)
+        step = _stepper(row, shape, device)
+        found["first s"] = step() / 1e3
+        step()
+        if cards:
+            torch.cuda.empty_cache()
+    except Exception as error:
+        traceback.print_exc()
+        found["error"] = f"{type(error).__name__}: {error}"[:200]
+    everyone.wait()
+    if "error" not in found:
+        with turn:
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            found["step ms"] = statistics.median(step() for _ in range(steps))
+            if device.type == "cuda":
+                found["peak GiB"] = torch.cuda.max_memory_allocated() / GIB
+        found |= _planned(f"{path}.dump")
+    with open(f"{path}.json", "w") as file:
+        json.dump(found, file)
+
+
+def _stepper(row: str, shape: Shape, device: torch.device) -> Callable[[], float]:
+    torch.manual_seed(0)
+    run_layer, settings = prepare(row)
+    model = Decoder(shape, device, run_layer=run_layer)
+    batch = batch_of(shape, device)
+    call = torch.compile(model, fullgraph=True, **settings)
+
+    def step() -> float:
+        start = time.perf_counter()
+        call(*batch).backward()
+        for tensor in (*model.parameters(), *batch):
+            tensor.grad = None
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return (time.perf_counter() - start) * 1e3
+
+    return step
+
+
+def _planned(folder: str) -> dict[str, float]:
+    path = os.path.join(folder, "summary.json")
+    if not os.path.exists(path):
+        return {}
+    with open(path) as file:
+        passes = [p for graph in json.load(file)["graphs"] for p in graph["passes"] if p["name"] == "plan_memory"]
+    if not passes:
+        return {}
+    counts = passes[0]["counts"]
+    return {
+        "planned ms": counts["microseconds"] / 1e3,
+        "planned GiB": counts["peak"] / GIB,
+        "moved GiB": counts["moved_bytes"] / GIB,
+        "recomputed": counts["recomputed"],
+        "planning s": passes[0]["ms"] / 1e3,
+    }
+
+
+def run(rows: list[str], shape: Shape, steps: int, folder: str) -> dict[str, dict[str, Any]]:
+    context = multiprocessing.get_context("spawn")
+    everyone, turn = context.Barrier(len(rows)), context.Lock()
+    processes = [
+        context.Process(target=measure, args=(row, number, shape, steps, everyone, turn, folder))
+        for number, row in enumerate(rows)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    found = {}
+    for row in rows:
+        path = os.path.join(folder, f"{row}.json")
+        found[row] = {"error": "the process ended"}
+        if os.path.exists(path):
+            with open(path) as file:
+                found[row] = json.load(file)
+    return found
+
+
+def main(arguments: list[str] | None = None) -> None:
+    import tempfile
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_shape_arguments(parser)
+    parser.add_argument("--rows", default=DEFAULT_ROWS)
+    parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--svg", help="where to draw time against memory")
+    given = parser.parse_args(arguments)
+    shape, rows = shape_of(given), given.rows.split(",")
+    with tempfile.TemporaryDirectory() as folder:
+        found = run(rows, shape, given.steps, folder)
+    print(f"torch {torch.__version__}, {shape}")
+    print("| row |", " | ".join(COLUMNS), "|")
+    print("|---" * (1 + len(COLUMNS)) + "|")
+    for row, cells in found.items():
+        texts = [cells["error"]] if "error" in cells else [_text(cells.get(column)) for column in COLUMNS]
+        print(f"| {row} |", " | ".join(texts), "|")
+    if given.svg:
+        dots = [Dot(row, c["peak GiB"], c["step ms"]) for row, c in found.items() if "peak GiB" in c]
+        with open(given.svg, "w") as file:
+            file.write(draw("Step time against peak memory", "peak, GiB", "step, ms", dots))
+
+
+def _text(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}" if value >= 100 else f"{value:.2f}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""How fast a device computes, reads and copies: measured once, and kept in a file for the processes that follow."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import getpass
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from glue_compiler.compat.wrapper_tensors import out_of_modes
+
+_GUESSED = (1e11, 1e10, 1e10)
+"""For devices whose speed is not measured, CPUs among them: plans then depend on sizes alone."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Floating-point operations and bytes of its own memory a second; bytes a second to or from the host."""
+
+    flops: float
+    memory: float
+    link: float
+
+
+@dataclass(frozen=True)
+class Sized:
+    """A tensor's sizes, strides and dtype."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return (1 + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))) * self.dtype.itemsize
+
+
+@functools.cache
+def rates_of(device: torch.device) -> Rates:
+    """The rates of a CUDA device by three short measurements, a product of bf16 among them; of others, a guess."""
+    if device.type != "cuda":
+        return Rates(*_GUESSED)
+    return Rates(*_remembered("rates", device, lambda: astuple(_measured_rates(device))))
+
+
+def measured_seconds(operator: torch._ops.OpOverload, args: Any, kwargs: Any, device: torch.device) -> float | None:
+    """What one call takes on a CUDA device, on random tensors in the place of each :class:`Sized`.
+
+    None where random operands may be wrong ones (whole numbers, but for states of random generators), there is little
+    memory, or the call fails.
+    """
+    leaves, structure = tree_flatten((args, kwargs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Sized)]
+    if any(0 in t.shape or not (t.dtype.is_floating_point or len(t.shape) == 0) for t in tensors):
+        return None
+    if operator._schema.is_mutable or sum(t.nbytes for t in tensors) > torch.cuda.mem_get_info(device)[0] / 8:
+        return None
+
+    def measure() -> float | None:
+        with torch.random.fork_rng([device]), contextlib.suppress(RuntimeError):  # out of memory is one too
+            filled = [_random(leaf, device) if isinstance(leaf, Sized) else leaf for leaf in leaves]
+            args, kwargs = tree_unflatten(filled, structure)
+            return min(_seconds(lambda: operator(*args, **kwargs), 1) for _ in range(3))
+        return None
+
+    return _remembered(f"{operator} {leaves}", device, measure)
+
+
+def _measured_rates(device: torch.device) -> Rates:
+    size = 4096
+    a = torch.randn(size, size, device=device, dtype=torch.bfloat16)
+    b, out = torch.randn_like(a), torch.empty_like(a)
+    product = _seconds(lambda: torch.mm(a, b, out=out), 8)
+    large = torch.empty(2**28, device=device, dtype=torch.uint8)
+    other = torch.empty_like(large)
+    copy = _seconds(lambda: other.copy_(large), 8)
+    host = torch.empty(2**26, dtype=torch.uint8, pin_memory=True)
+    link = min(_seconds(lambda: large[: 2**26].copy_(host, non_blocking=True), 2) for _ in range(3))
+    return Rates(2 * size**3 / product, 2 * 2**28 / copy, 2**26 / link)
+
+
+def _random(sized: Sized, device: torch.device) -> torch.Tensor:
+    made = torch.empty_strided(sized.shape, sized.stride, dtype=sized.dtype, device=device)
+    return made.normal_() if sized.dtype.is_floating_point else made.zero_()
+
+
+def _seconds(run: Callable[[], object], times: int) -> float:
+    """Of one run, behind one that is not counted."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    run()
+    start.record()
+    for _ in range(times):
+        run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3 / times
+
+
+def _remembered(key: str, device: torch.device, measure: Callable[[], Any]) -> Any:
+    """What ``measure`` says, from the file if it is there; processes measure one after the other."""
+    path = _file_for(torch.cuda.get_device_name(device), torch.__version__)
+    with _locked(path):
+        found = _read(path)
+        if key not in found:
+            with out_of_modes(), torch.no_grad(), torch.cuda.device(device):
+                found[key] = measure()
+            with contextlib.suppress(OSError):  # a disk that is full: the next process measures again
+                path.write_text(json.dumps(found))
+    return found[key]
+
+
+@functools.cache
+def _file_for(device: str, version: str) -> Path:
+    folder = Path(tempfile.gettempdir()) / f"glue_{getpass.getuser()}"
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+    name = "".join(letter if letter.isalnum() else "_" for letter in f"{device}_{version}")
+    return folder / f"rates_{name}.json"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Alone among the processes of this machine, where files can be locked."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(ImportError, OSError):
+            import fcntl
+
+            fcntl.flock(stack.enter_context(path.with_suffix(".lock").open("w")), fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,115 @@
+"""plan_memory: what a step keeps for backward, computes again, or moves to the host, so that it fits a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from glue_compiler.compat import inductor
+from glue_compiler.fx import joint_graphs
+from glue_compiler.fx.device_bytes import device_of
+from glue_compiler.fx.values import is_in_order, is_plain, value_of
+from glue_compiler.graph_pass import JointPass, Numerics, PassContext, PassResult, Skip
+from glue_compiler.ops.copy_engine import why_no_copies
+from glue_compiler.ops.device_rates import rates_of
+from glue_compiler.passes.plan_memory.costs import Costs
+from glue_compiler.passes.plan_memory.plan import Plan, plan_memory
+from glue_compiler.passes.plan_memory.step import Step, read_step
+
+if TYPE_CHECKING:
+    from torch import fx
+
+    from glue_compiler.options import GlueOptions
+
+
+MARGIN = 0.97
+"""The share of the budget that is planned for: predictions here and from the partitioned graphs differ by less."""
+
+
+class PlanMemory(JointPass):
+    """With ``memory_budget``, decide for every value that backward needs: keep it, compute it again, or let it wait on
+    the host.
+
+    Counts, predicted: ``peak`` bytes and ``microseconds`` of a step, ``saved_bytes``, of which ``moved_bytes`` are
+    copied, and the number of ``recomputed`` kernels.
+
+    Bitwise as long as operators run one by one: a compiler that fuses rounds a tensor that is written out.
+    """
+
+    name: ClassVar[str] = "plan_memory"
+    numerics: ClassVar[Numerics] = Numerics.BITWISE
+    default: ClassVar[bool] = False
+
+    def cache_options(self, options: GlueOptions) -> Any:
+        return options.memory_budget
+
+    def wants_joint(self, graph: fx.GraphModule, options: GlueOptions) -> bool:
+        return options.memory_budget is not None
+
+    def run_joint(self, joint: fx.GraphModule, num_outputs: int, context: PassContext) -> PassResult:
+        budget = context.options.memory_budget
+        assert budget is not None
+        device = device_of(joint.graph.find_nodes(op="placeholder"))
+        if device is None:
+            return PassResult(changed=False, skips=(Skip("nothing here computes with tensors"),))
+        rates = rates_of(device)
+        step, nodes = read_step(joint, num_outputs, Costs(rates, device), context.shape_env)
+        if not step.needed:
+            return PassResult(changed=False, skips=(Skip("backward needs nothing but the graph's inputs"),))
+        moves = not inductor.uses_cuda_graphs(context.options.inductor) and why_no_copies(device) is None
+        fuses = context.options.compiler == "inductor"
+        plan = plan_memory(
+            step, rates, int(MARGIN * budget), _movable(step, nodes) if moves else frozenset(), fuses=fuses
+        )
+        counts = _counts(step, plan)
+        if not context.fuel.take("keep, recompute and move by plan"):
+            return PassResult(changed=False, counts=counts)
+        _write(plan, step, nodes)
+        return PassResult(changed=True, counts=counts)
+
+
+def _movable(step: Step, nodes: list[fx.Node]) -> frozenset[int]:
+    """Values that a copy could stand for; those of ``overlap_offload``, which has the last word."""
+    returned = {step.values[place].root for place in (*step.outputs, *step.gradients)}
+    return frozenset(
+        place
+        for place, value in enumerate(step.values)
+        if value.nbytes and place not in returned and _could_be_copied(value_of(nodes[place]))
+    )
+
+
+def _could_be_copied(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and is_plain(value) and is_in_order(value)
+
+
+def _write(plan: Plan, step: Step, nodes: list[fx.Node]) -> None:
+    """As marks of a selective checkpoint on the joint graph's nodes."""
+    numbers = dict(plan.segments)
+    readers: dict[int, list[int]] = {}
+    for place in sorted(plan.recomputed, reverse=True):
+        # The partitioner saves what a later region recomputes from: a view is computed again from what it is of.
+        if step.values[place].root != place:
+            numbers[place] = max([numbers[place], *readers.get(place, ())])
+        for read in step.values[place].inputs:
+            readers.setdefault(read, []).append(numbers[place])
+    joint_graphs.unmark(
+        (node for node, value in zip(nodes, step.values, strict=True) if not value.is_backward),
+        {nodes[place]: number for place, number in numbers.items()},
+    )
+    joint_graphs.mark(
+        (nodes[place] for place in plan.saved if not step.values[place].is_symbol),
+        (nodes[place] for place in plan.moved),
+        (nodes[place] for place in plan.recomputed if not step.values[place].is_symbol),
+    )
+
+
+def _counts(step: Step, plan: Plan) -> Mapping[str, int]:
+    return {
+        "peak": plan.peak,
+        "microseconds": round(plan.seconds * 1e6),
+        "saved_bytes": sum(step.values[place].nbytes for place in plan.saved),
+        "moved_bytes": sum(step.values[place].nbytes for place in plan.moved),
+        "recomputed": sum(step.values[place].is_kernel for place in plan.recomputed),
+    }

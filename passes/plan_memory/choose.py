@@ -1,0 +1,150 @@
+"""What a segment saves and what it recomputes, at a price for a saved byte: a minimum cut.
+
+Source: the cut is the one of torch's partitioner (Horace He, "min-cut rematerialization"), with the time of each
+recomputation as a capacity where that one has bans: see ``_edges``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import networkx
+
+from glue_compiler.passes.plan_memory.segments import Segments
+from glue_compiler.passes.plan_memory.step import Step
+
+ALWAYS = float("inf")
+SOURCE, SINK = "source", "sink"
+
+Edge = tuple[Any, Any, float]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Places of what the forward saves for backward, and of what backward computes again."""
+
+    saved: frozenset[int]
+    recomputed: frozenset[int]
+
+
+@dataclass
+class Chooser:
+    """Cuts one step, segment by segment; equal segments at equal prices are cut once.
+
+    ``memory``: bytes a second that the device reads or writes.
+    """
+
+    step: Step
+    segments: Segments
+    memory: float
+    _cuts: dict[Any, tuple[frozenset[int], frozenset[int]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        values = self.step.values
+        self._relevant = _upwards(self.step, self.step.needed)
+        self._home: dict[int, int] = {}
+        for place in sorted(self._relevant):
+            # What only backward needs belongs where its operands do.
+            behind = max((self._home.get(read, 0) for read in values[place].inputs), default=0)
+            self._home[place] = self.segments.get(place, behind)
+        self._readers: dict[int, set[int]] = {}
+        for place in sorted(self._relevant):
+            for read in values[place].inputs:
+                if read in self._relevant:
+                    self._readers.setdefault(values[read].root, set()).add(self._home[place])
+        self._crossing = {
+            root for root, homes in self._readers.items() if root in self._home and homes - {self._home[root]}
+        }
+        self._members: dict[int, list[int]] = {}
+        for place in sorted(self._relevant):
+            self._members.setdefault(self._home[place], []).append(place)
+
+    @property
+    def home(self) -> Mapping[int, int]:
+        """The segment of each value that backward may need."""
+        return self._home
+
+    def choose(self, prices: Mapping[int, float], default: float) -> Choice:
+        """The cheapest choice, where a byte that a segment saves costs ``prices[segment]`` seconds, or ``default``."""
+        saved: set[int] = set()
+        recomputed: set[int] = set()
+        for number in self._members:
+            kept, again = self._cut(number, prices.get(number, default))
+            saved |= kept
+            recomputed |= again
+        return Choice(frozenset(saved), frozenset(recomputed - saved))
+
+    def _cut(self, number: int, price: float) -> tuple[set[int], set[int]]:
+        members = self._members[number]
+        outside = sorted({i for m in members for i in self.step.values[m].inputs if i in self._relevant} - set(members))
+        local = {place: index for index, place in enumerate((*outside, *members))}
+        edges = tuple(self._edges(members, outside, local, price))
+        if edges not in self._cuts:
+            self._cuts[edges] = _minimum_cut(edges)
+        names = (*outside, *members)
+        kept, again = self._cuts[edges]
+        return {names[index] for index in kept}, {names[index] for index in again if index >= len(outside)}
+
+    def _edges(
+        self, members: Sequence[int], outside: Sequence[int], local: Mapping[int, int], price: float
+    ) -> list[Edge]:
+        """``i`` → ``~i``: the price of saving a value. Source → ``i``: the time to compute it again.
+
+        A value on the sink's side is there in backward: saved, if its edge is cut, and recomputed otherwise.
+        """
+        edges: list[Edge] = []
+        for place in outside:
+            # A border value is paid for by each segment that reads it, in parts.
+            share = max(1, len(self._readers.get(self.step.values[place].root, ())))
+            edges += [(SOURCE, local[place], ALWAYS), (local[place], ~local[place], self._price(place, price) / share)]
+        inside = {*members, *outside}
+        for place in members:
+            value, index = self.step.values[place], local[place]
+            again = ALWAYS if not value.may_recompute or place in self._crossing else value.seconds
+            if value.is_symbol:
+                again = 0.0
+            if again:
+                edges.append((SOURCE, index, again))
+            edges.append((index, ~index, self._price(place, price)))
+            edges += [(~local[read], index, ALWAYS) for read in value.inputs if read in inside]
+            if place in self.step.needed:
+                edges.append((~index, SINK, ALWAYS))
+        return edges
+
+    def _price(self, place: int, price: float) -> float:
+        value = self.step.values[place]
+        if value.is_input or value.is_symbol:
+            return 0.0
+        if not value.may_save or (value.must_recompute and place not in self._crossing):
+            return ALWAYS
+        nbytes = value.nbytes
+        # Read in backward; written only for it, if no kernel of the forward needs it in memory.
+        traffic = nbytes * (1 if place in self.step.realised else 2) / self.memory
+        return price * nbytes + traffic + 1e-12
+
+
+def _upwards(step: Step, needed: Collection[int]) -> set[int]:
+    """What backward needs, and all that it could be computed from."""
+    found: set[int] = set()
+    waiting = list(needed)
+    while waiting:
+        place = waiting.pop()
+        if place not in found and not step.values[place].is_input:
+            found.add(place)
+            waiting += step.values[place].inputs
+    return found
+
+
+def _minimum_cut(edges: Sequence[Edge]) -> tuple[frozenset[int], frozenset[int]]:
+    """Indices of what is saved and of what is recomputed."""
+    graph = networkx.DiGraph()
+    graph.add_nodes_from((SOURCE, SINK))
+    for tail, head, capacity in edges:
+        graph.add_edge(tail, head, capacity=capacity)
+    _, (before, after) = networkx.minimum_cut(graph, SOURCE, SINK)
+    saved = frozenset(
+        tail for tail, head, _ in edges if isinstance(tail, int) and head == ~tail and tail in before and head in after
+    )
+    return saved, frozenset(index for index in after if isinstance(index, int) and index >= 0)

@@ -1,0 +1,224 @@
+"""What a choice costs: the most bytes on the device at a time, and the seconds of a step.
+
+Counted is what the graph can see: inputs, which stay; saved values until their last use; gradients to the end; and what
+is alive at one place. Values that a compiler fuses count only where a kernel comes between them and their use. Not
+counted: optimiser states, gradients of earlier steps, other graphs, and what an operator takes for itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from glue_compiler.ops.device_rates import Rates
+from glue_compiler.passes.plan_memory.choose import Choice
+from glue_compiler.passes.plan_memory.step import Step
+
+HIDDEN = 0.65
+"""The share of a segment's time that its neighbour's copies may fill."""
+LEAST = 0.5e-3
+"""Seconds that copying takes at least for a value to be worth it: several times what its start and wait cost."""
+MOVING = 0.02
+"""Seconds that a second of copying beside compute costs, for both read the same memory."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """``seconds`` of a step, ``peak`` bytes; ``moved``: places of what waits for backward on the host."""
+
+    seconds: float
+    peak: int
+    moved: frozenset[int]
+
+
+class Predictor:
+    """Predicts choices over one step.
+
+    Args:
+        home: the segment of each value that a choice names.
+        may_move: can a copy of this value wait on the host?
+        fuses: does a compiler fuse what lies between kernels? Else every value is in memory.
+    """
+
+    def __init__(
+        self, step: Step, home: Mapping[int, int], rates: Rates, may_move: Collection[int], *, fuses: bool = True
+    ) -> None:
+        self.step, self.home, self.rates = step, home, rates
+        self._may_move, self._fuses = set(may_move), fuses
+        self._backward = [place for place, value in enumerate(step.values) if value.is_backward]
+        self._forward_index = {place: index for index, place in enumerate(step.forward)}
+        segments = sorted(set(home.values()) | {0})
+        self._ends = self._forward_ends(segments)
+        self._last_segment = segments[-1]
+        self._time_of_forward = dict.fromkeys(segments, 0.0)
+        for place in step.forward:
+            if place in home:
+                self._time_of_forward[home[place]] += self._cost(place)
+        self._base_seconds = sum(self._cost(place) for place in (*step.forward, *self._backward))
+
+    def predict(self, choice: Choice, moves: bool) -> Prediction:
+        """``moves``: may values wait on the host, as many as are copied while others compute?"""
+        order, first, last, again = self._order_of_backward(choice)
+        begins, duration = self._segments_in_backward(order, again)
+        moved = self._moved(choice, duration, first) if moves else frozenset()
+        extra = sum(self._cost(place) for place in again)
+        written = sum(self.step.values[p].nbytes for p in choice.saved if p not in self.step.realised)
+        copied = sum(self.step.values[place].nbytes for place in moved)
+        read = sum(self.step.values[p].nbytes for p in choice.saved)
+        traffic = (written + read) / self.rates.memory
+        seconds = self._base_seconds + extra + traffic + MOVING * 2 * copied / self.rates.link
+        ahead = self._forward_bytes(choice, moved)
+        back = self._backward_bytes(choice, moved, order, first, last, begins)
+        return Prediction(seconds, self.step.input_bytes + max(*ahead, *back, 0), moved)
+
+    def _cost(self, place: int) -> float:
+        value = self.step.values[place]
+        return value.seconds if value.is_kernel or place in self.step.realised else 0.0
+
+    def _forward_ends(self, segments: Sequence[int]) -> dict[int, int]:
+        """By segment, the place in the forward's order behind its last value."""
+        ends: dict[int, int] = {}
+        for place, index in self._forward_index.items():
+            if place in self.home:
+                number = self.home[place]
+                ends[number] = max(ends.get(number, 0), index + 1)
+        for before, number in pairwise(segments):
+            ends[number] = max(ends.get(number, 0), ends.get(before, 0))
+        return ends
+
+    def _order_of_backward(self, choice: Choice) -> tuple[list[int], dict[int, int], dict[int, int], list[int]]:
+        """Backward's order, with what is recomputed in front of its first reader; when each memory is first and last
+        read; and what is recomputed after all."""
+        values, order, done = self.step.values, [], set(choice.saved)
+        again: list[int] = []
+        for place in self._backward:
+            needed: set[int] = set()
+            waiting = list(values[place].inputs)
+            while waiting:
+                read = waiting.pop()
+                if not (values[read].is_backward or values[read].is_input or read in done or read in needed):
+                    needed.add(read)
+                    waiting += values[read].inputs
+            order += [*sorted(needed), place]
+            again += needed
+            done |= needed
+        first: dict[int, int] = {}
+        last: dict[int, int] = {}
+        for index, place in enumerate(order):
+            for root in {values[read].root for read in values[place].inputs}:
+                first.setdefault(root, index)
+                last[root] = index
+        return order, first, last, again
+
+    def _segments_in_backward(
+        self, order: Sequence[int], again: Collection[int]
+    ) -> tuple[dict[int, int], dict[int, float]]:
+        """By segment, where its backward begins in ``order`` (as far as it reads its values), and its seconds."""
+        begins: dict[int, int] = {}
+        for index, place in enumerate(order):
+            for read in (place, *self.step.values[place].inputs):
+                if read in self.home:
+                    begins.setdefault(self.home[read], index)
+        marks = sorted((index, number) for number, index in begins.items())
+        times = [0.0, *accumulate(self._cost(place) for place in order)]
+        duration = {}
+        for (start, number), (end, _) in zip(marks, [*marks[1:], (len(order), -1)], strict=True):
+            duration[number] = times[end] - times[start]
+        return begins, duration
+
+    def _moved(self, choice: Choice, duration: Mapping[int, float], first: Mapping[int, int]) -> frozenset[int]:
+        """In each segment but the last, as much as is copied out and back while its neighbour computes."""
+        by_segment: dict[int, list[int]] = {}
+        for place in choice.saved & self._may_move:
+            if self.step.values[place].nbytes >= LEAST * self.rates.link and place in first:
+                by_segment.setdefault(self.home[place], []).append(place)
+        moved: set[int] = set()
+        for number, places in by_segment.items():
+            if number >= self._last_segment - 1:
+                continue
+            seconds = min(self._time_of_forward.get(number + 1, 0.0), duration.get(number + 1, 0.0))
+            room = HIDDEN * seconds * self.rates.link
+            for place in sorted(places, key=lambda p: (-self.step.values[p].nbytes, p)):
+                if self.step.values[place].nbytes <= room:
+                    room -= self.step.values[place].nbytes
+                    moved.add(place)
+        return frozenset(moved)
+
+    def _forward_bytes(self, choice: Choice, moved: Collection[int]) -> list[int]:
+        values, index = self.step.values, self._forward_index
+        last: dict[int, int] = {}
+        for place, at in index.items():
+            for read in values[place].inputs:
+                last[values[read].root] = at
+        end = len(index)
+        kept = (choice.saved - set(moved)) | {values[place].root for place in self.step.outputs}
+        lives = []
+        for place, at in index.items():
+            if not values[place].nbytes:
+                continue
+            over = last.get(place, at)
+            counts = place in self.step.realised or place in choice.saved
+            if place in kept:
+                over, counts = end - 1, True
+            elif place in moved:
+                over = max(over, self._ends.get(self.home[place] + 1, end) - 1)
+            lives.append((place, at, over, counts))
+        return self._alive(list(self.step.forward), lives)
+
+    def _backward_bytes(
+        self,
+        choice: Choice,
+        moved: Collection[int],
+        order: Sequence[int],
+        first: Mapping[int, int],
+        last: Mapping[int, int],
+        begins: Mapping[int, int],
+    ) -> list[int]:
+        values = self.step.values
+        lives = []
+        for place in choice.saved:
+            if place in last and values[place].nbytes:
+                start = begins.get(self.home[place] + 1, 0) if place in moved else 0
+                lives.append((place, min(start, first[place]), last[place], True))
+        kept = {values[place].root for place in self.step.gradients}
+        for at, place in enumerate(order):
+            if values[place].nbytes and place not in choice.saved:
+                over = len(order) - 1 if place in kept else last.get(place, at)
+                lives.append((place, at, over, place in self.step.realised or place in kept))
+        return self._alive(order, lives)
+
+    def _alive(self, order: Sequence[int], lives: Sequence[tuple[int, int, int, bool]]) -> list[int]:
+        """Bytes at each place of ``order``. ``lives``: the value, its first and last place, and whether it counts even
+        if no kernel lies between the two."""
+        values = self.step.values
+        kernels = [0, *accumulate(values[place].is_kernel for place in order)]
+        ends = {
+            place: (at, over)
+            for place, at, over, counts in lives
+            if counts or not self._fuses or kernels[over] > kernels[min(at + 1, len(order))]
+        }
+        changes = [0] * (len(order) + 1)
+        for place, (at, over) in (self._in_place(order, kernels, ends) if self._fuses else ends).items():
+            changes[at] += values[place].nbytes
+            changes[over + 1] -= values[place].nbytes
+        return list(accumulate(changes))[:-1] or [0]
+
+    def _in_place(
+        self, order: Sequence[int], kernels: Sequence[int], ends: Mapping[int, tuple[int, int]]
+    ) -> dict[int, tuple[int, int]]:
+        """What is fused between two kernels writes its results where operands of the same size lay that end there."""
+        values, found = self.step.values, dict(ends)
+        free: dict[tuple[int, int], list[int]] = {}
+        for place, (_, over) in ends.items():
+            if not values[order[over]].is_kernel:
+                free.setdefault((kernels[over], values[place].nbytes), []).append(place)
+        for place, (at, over) in ends.items():
+            stays = kernels[over] > kernels[at] or over == len(order) - 1
+            if order[at] == place and not values[place].is_kernel and stays:
+                for other in free.get((kernels[at], values[place].nbytes), []):
+                    if ends[other][0] < at:
+                        free[kernels[at], values[place].nbytes].remove(other)
+                        found[other] = (ends[other][0], max(ends[other][0], at - 1))
+                        break
+        return found

@@ -1,0 +1,156 @@
+"""A training step as plain data: what it computes, how large that is and how long it takes. Changes nothing."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from glue_compiler.compat import checkpoint_tags
+from glue_compiler.fx import joint_graphs
+from glue_compiler.fx.device_bytes import bytes_counter
+from glue_compiler.fx.storage_roots import storage_root
+from glue_compiler.fx.values import Symbolic, tensors_in, value_of
+from glue_compiler.passes.plan_memory.costs import Costs, is_kernel
+
+
+@dataclass(frozen=True)
+class Value:
+    """What one node computes. Values are known by their places in the joint graph.
+
+    Attributes:
+        inputs: the places that it reads.
+        root: the place of what made its memory: its own, but for views.
+        nbytes: of the memory that it makes; 0 for views, inputs, symbols, and what lies on another device.
+        seconds: to compute it: of products and attention their time, of what a compiler fuses the time to write it.
+        is_kernel: a kernel of its own under any compiler, such as a product; others are fused.
+        is_input: of the step; always there, whatever is planned.
+        is_backward: depends on a gradient.
+        is_symbol: a number; costs nothing.
+        may_save, may_recompute: are both possible for this value?
+        must_recompute: a selective checkpoint insists on it, as long as no later segment reads the value.
+    """
+
+    inputs: tuple[int, ...]
+    root: int
+    nbytes: int
+    seconds: float
+    is_kernel: bool = False
+    is_input: bool = False
+    is_backward: bool = False
+    is_symbol: bool = False
+    may_save: bool = True
+    may_recompute: bool = True
+    must_recompute: bool = False
+
+
+@dataclass(frozen=True)
+class Step:
+    """Forward and backward of one step.
+
+    Attributes:
+        values: in the order of the joint graph.
+        forward: places of what the forward must compute, in order.
+        outputs: places of what the forward returns; gradients: of what the backward returns.
+        input_bytes: of parameters and other inputs, which are there all the time.
+        regions: by place, the user's checkpointed region that computes it; those outside of any have none.
+    """
+
+    values: tuple[Value, ...]
+    forward: tuple[int, ...]
+    outputs: tuple[int, ...]
+    gradients: tuple[int, ...]
+    input_bytes: int
+    regions: dict[int, int]
+
+    @functools.cached_property
+    def needed(self) -> frozenset[int]:
+        """What the backward reads and does not compute itself."""
+        read = {place for value in self.values if value.is_backward for place in value.inputs}
+        return frozenset(
+            p for p in (*read, *self.gradients) if not self.values[p].is_backward and not self.values[p].is_input
+        )
+
+    @functools.cached_property
+    def realised(self) -> frozenset[int]:
+        """What is in memory however a compiler fuses: what kernels read and write, and what the step returns."""
+        found: set[int] = set()
+        for place, value in enumerate(self.values):
+            if value.is_kernel:
+                found.add(place)
+                found.update(self.values[read].root for read in value.inputs)
+            elif self.is_element(place):
+                found.add(place)
+        found.update(self.values[place].root for place in (*self.outputs, *self.gradients))
+        return frozenset(found)
+
+    def is_element(self, place: int) -> bool:
+        """Is it one of what a kernel returns as a tuple? Its bytes are counted with it."""
+        return any(self.values[read].is_kernel and not self.values[read].nbytes for read in self.values[place].inputs)
+
+
+def read_step(joint: fx.GraphModule, num_outputs: int, costs: Costs, shape_env: object) -> tuple[Step, list[fx.Node]]:
+    """The step that ``joint`` computes, and its nodes by place.
+
+    Args:
+        num_outputs: how many of the joint graph's results are the forward's.
+    """
+    nodes = [node for node in joint.graph.nodes if node.op != "output"]
+    places = {node: place for place, node in enumerate(nodes)}
+    nbytes = bytes_counter([node for node in nodes if node.op == "placeholder"], shape_env)
+    backward = joint_graphs.depends_on_gradients(nodes)
+    outputs, gradients = joint_graphs.results_of(joint, num_outputs)
+
+    values = []
+    for node in nodes:
+        value, root = value_of(node), storage_root(node)
+        is_input = node.op in ("placeholder", "get_attr")
+        own = nbytes(node) if root is node and not is_input else 0
+        policy = checkpoint_tags.explicit_policy(node)
+        values.append(
+            Value(
+                inputs=tuple(places[each] for each in node.all_input_nodes),
+                root=places[root],
+                nbytes=own,
+                seconds=0.0 if is_input or root is not node else costs.seconds(node, shape_env),
+                is_kernel=is_kernel(node),
+                is_input=is_input,
+                is_backward=node in backward,
+                is_symbol=isinstance(value, Symbolic),
+                may_save=_is_a_tensor_of_its_own(node, root),
+                may_recompute=policy != "save" and not is_input and joint_graphs.may_recompute(node),
+                must_recompute=policy == "recompute",
+            )
+        )
+    regions = {p: region for p, node in enumerate(nodes) if (region := checkpoint_tags.region_of(node)) is not None}
+    forward = _ancestors([places[node] for node in outputs], values)
+    step = Step(
+        tuple(values),
+        tuple(sorted(forward)),
+        tuple(places[node] for node in outputs),
+        tuple(places[node] for node in gradients),
+        sum(nbytes(node) for node in nodes if node.op == "placeholder"),
+        regions,
+    )
+    return step, nodes
+
+
+def _is_a_tensor_of_its_own(node: fx.Node, root: fx.Node) -> bool:
+    """A view is computed again from the memory that it is of; what an operator returns as a list has no other name."""
+    if not isinstance(value_of(node), (torch.Tensor, *Symbolic)):
+        return False
+    return root is node or len(tensors_in(value_of(root))) != 1 or not isinstance(value_of(root), torch.Tensor)
+
+
+def _ancestors(places: Sequence[int], values: Sequence[Value]) -> set[int]:
+    found: set[int] = set()
+    waiting = list(places)
+    while waiting:
+        place = waiting.pop()
+        if place not in found:
+            found.add(place)
+            waiting += values[place].inputs
+    return found

@@ -1,0 +1,133 @@
+"""plan_memory in a compile: what is kept, computed again and moved changes no bit."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from glue_compiler.errors import GlueWarning
+from glue_compiler.fx import joint_graphs
+from glue_compiler.ops.device_rates import Rates
+from glue_compiler.passes import plan_memory
+from glue_compiler.passes.plan_memory import predict
+from tests.captured import compile_with_glue
+from tests.passes.overlap_offload.models import Block, Blocks, equal, step
+
+ON = {"passes": {"plan_memory": True}}
+
+
+class Plain(nn.Module):
+    """Blocks that are not checkpointed."""
+
+    def __init__(self, count=5, width=16, dropout=0.0):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(count))
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = self.dropout(block(x))
+        return x
+
+
+def planned(model, x, **options):
+    """The report of plan_memory for a step, whose results are bitwise those without it."""
+    torch.manual_seed(0)
+    expected = step(compile_with_glue(model).call, model, x)
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    run = compile_with_glue(model, **ON, **options)
+    assert equal(expected, step(run.call, model, x))
+    (found,) = [p for p in run.report.passes if p.name == "plan_memory"]
+    return found, run
+
+
+def test_a_large_budget_recomputes_no_kernel_and_a_small_one_does():
+    model, x = Plain(), torch.randn(256, 16)
+    large, _ = planned(model, x, memory_budget=2**40)
+    assert large.counts["recomputed"] == 0
+    torch._dynamo.reset()
+    with pytest.warns(match="cannot be kept"):
+        small, _ = planned(model, x, memory_budget=1)
+    assert small.counts["recomputed"] >= 4
+    assert small.counts["saved_bytes"] < large.counts["saved_bytes"]
+    assert small.counts["peak"] < large.counts["peak"]
+
+
+def test_without_a_budget_the_partitioner_is_left_alone():
+    model, x = Plain(2), torch.randn(8, 16)
+    run = compile_with_glue(model, **ON)
+    step(run.call, model, x)
+    assert not [p for p in run.report.passes if p.name == "plan_memory"]
+
+
+def test_checkpoints_are_hints():
+    """With memory to spare, what a plain checkpoint would compute again is kept."""
+    model, x = Blocks(4), torch.randn(64, 8)
+    found, _ = planned(model, x, memory_budget=2**40)
+    assert found.counts["recomputed"] == 0
+
+
+def test_random_numbers_are_kept_and_not_drawn_again():
+    with pytest.warns(match="cannot be kept"):
+        planned(Plain(dropout=0.5), torch.randn(64, 16), memory_budget=1)
+
+
+def test_sizes_that_vary():
+    model = Plain(4)
+    run = compile_with_glue(model, dynamic=True, memory_budget=1, **ON)
+    for rows in (64, 96):
+        x = torch.randn(rows, 16)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", GlueWarning)  # of the budget, in the first call
+            found = step(run.call, model, x)
+        for got, want in zip(found, step(model, model, x), strict=True):
+            torch.testing.assert_close(got, want)
+
+
+def save_products(context, operator, *args, **kwargs):
+    is_product = operator in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.MUST_RECOMPUTE
+
+
+def test_what_a_policy_insists_on_stays():
+    class Selective(Plain):
+        def forward(self, x):
+            contexts = functools.partial(create_selective_checkpoint_contexts, save_products)
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+            return x
+
+    with pytest.warns(match="cannot be kept"):
+        found, _ = planned(Selective(), torch.randn(64, 16), memory_budget=1)
+    assert found.counts["recomputed"] == 0
+
+
+def test_what_compute_hides_is_moved(monkeypatch):
+    monkeypatch.setattr(predict, "LEAST", 0.0)
+    monkeypatch.setattr(plan_memory, "rates_of", lambda device: Rates(flops=1e9, memory=1e8, link=1e12))
+    model, x = Plain(8), torch.randn(256, 16)
+    large, _ = planned(model, x, memory_budget=2**40)
+    torch._dynamo.reset()
+    found, run = planned(model, x, memory_budget=int(large.counts["peak"] * 0.55))
+    (offload,) = [p for p in run.report.passes if p.name == "overlap_offload"]
+    assert found.counts["moved_bytes"] > 0
+    assert 0 < offload.counts["bytes"] <= found.counts["moved_bytes"]
+    assert offload.counts["predicted_peak"] <= offload.counts["memory_budget"]
+
+
+def test_an_operator_that_is_not_known_is_not_computed_again():
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    known = graph.call_function(torch.ops.aten.mm.default, (x, x))
+    drawn = graph.call_function(torch.ops.aten.rand_like.default, (x,))
+    written = graph.call_function(torch.ops.aten.add_.Tensor, (x, x))
+    collective = graph.call_function(torch.ops._c10d_functional.wait_tensor.default, (x,))
+    assert [joint_graphs.may_recompute(node) for node in (known, drawn, written, collective)] == [True, *[False] * 3]
+    drawn.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE  # the user's checkpoint replays its numbers
+    assert joint_graphs.may_recompute(drawn)

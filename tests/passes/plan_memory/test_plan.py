@@ -1,0 +1,110 @@
+"""Segments, minimum cuts, predictions and plans, on plain data."""
+
+from __future__ import annotations
+
+import pytest
+
+from glue_compiler.passes.plan_memory.choose import Chooser
+from glue_compiler.passes.plan_memory.plan import plan_memory
+from glue_compiler.passes.plan_memory.predict import Predictor
+from glue_compiler.passes.plan_memory.segments import segmentations
+from tests.passes.plan_memory.steps import MIB, RATES, chain
+
+
+def chooser(step):
+    return Chooser(step, next(segmentations(step)), RATES.memory)
+
+
+def saved_bytes(step, choice):
+    return sum(step.values[place].nbytes for place in choice.saved)
+
+
+def test_segments_begin_where_one_value_is_alive():
+    step = chain(8)
+    segments = next(segmentations(step))
+    assert len(set(segments.values())) >= 8
+    # A product's wide result never lives across a border.
+    for place, value in enumerate(step.values):
+        for read in value.inputs:
+            if not value.is_backward and not step.values[read].is_input and step.values[read].nbytes == 4 * MIB:
+                assert segments[read] == segments[place]
+
+
+def test_what_is_free_saves_everything_and_what_is_dear_saves_the_borders():
+    step = chain(8)
+    one = chooser(step)
+    assert saved_bytes(step, one.choose({}, 0.0)) >= 8 * 5 * MIB
+    dear = one.choose({}, 1.0)
+    assert saved_bytes(step, dear) <= 9 * MIB
+    assert not dear.saved & dear.recomputed
+
+
+def test_a_cheap_value_is_recomputed_at_a_lower_price_than_a_product():
+    step = chain(8)
+    one = chooser(step)
+    # 4 MiB cost 1e-4 s where a compiler fuses them, 1e-2 s as a product; saving and reading them costs 4.2e-3 s each.
+    between = one.choose({}, 1e-4 / MIB)
+    assert 8 * 4 * MIB <= saved_bytes(step, between) < saved_bytes(step, one.choose({}, 0.0)) + 1
+    assert any(
+        step.values[place].nbytes == 4 * MIB and not step.values[place].is_kernel for place in between.recomputed
+    )
+    assert not any(
+        step.values[place].is_kernel and step.values[place].nbytes == 4 * MIB for place in between.recomputed
+    )
+
+
+def test_what_may_not_be_recomputed_is_saved_at_any_price():
+    step = chain(4, may_recompute=False)
+    choice = chooser(step).choose({}, 1.0)
+    assert saved_bytes(step, choice) >= 4 * 4 * MIB
+
+
+def test_equal_segments_are_cut_once():
+    step = chain(24)
+    one = chooser(step)
+    one.choose({}, 1.0)
+    assert len(one._cuts) <= 4
+
+
+@pytest.mark.parametrize("budget", [60, 40, 30, 24])
+def test_a_plan_fits_its_budget_and_less_memory_costs_time(budget):
+    step = chain(10)
+    unlimited = plan_memory(step, RATES, 2**40, frozenset())
+    plan = plan_memory(step, RATES, budget * MIB, frozenset())
+    assert plan.peak <= budget * MIB < unlimited.peak + budget * MIB
+    assert unlimited.seconds <= plan.seconds
+    assert unlimited.least_seconds == pytest.approx(unlimited.seconds)
+
+
+def test_without_a_fitting_plan_the_lowest_peak_is_taken():
+    step = chain(10)
+    impossible = plan_memory(step, RATES, 1, frozenset())
+    assert impossible.peak > 1
+    assert impossible.peak <= plan_memory(step, RATES, 24 * MIB, frozenset()).peak
+
+
+def test_between_two_prices_the_later_segments_keep_more():
+    step = chain(16)
+    plan = plan_memory(step, RATES, 60 * MIB, frozenset())
+    kept = [plan.segments[p] for p in plan.saved if step.values[p].nbytes == 4 * MIB]
+    again = [plan.segments[p] for p in plan.recomputed if step.values[p].is_kernel]
+    assert kept
+    assert again
+    assert min(kept) >= min(again)
+
+
+def test_moves_are_those_that_compute_hides():
+    step = chain(12, product_seconds=0.1)
+    everything = frozenset(place for place, value in enumerate(step.values) if value.nbytes)
+    one = chooser(step)
+    predictor = Predictor(step, one.home, RATES, everything)
+    choice = one.choose({}, 0.0)
+    moved = predictor.predict(choice, moves=True)
+    assert moved.moved <= choice.saved
+    assert moved.peak < predictor.predict(choice, moves=False).peak
+    last = max(one.home.values())
+    assert all(one.home[place] < last - 1 for place in moved.moved)
+    # With nothing to hide behind, nothing moves.
+    quick = chain(12, product_seconds=1e-6)
+    other = chooser(quick)
+    assert not Predictor(quick, other.home, RATES, everything).predict(other.choose({}, 0.0), moves=True).moved
