@@ -5,10 +5,17 @@
 Each row and variant runs twice, each time in a process of its own: first with empty caches of Inductor's and Triton's,
 then with what the first has left there. ``glue+share`` is glue with the rewrite ``share_layers``.
 
-Columns: seconds of the first step (forward, backward, all compiles in them); of these, seconds of Dynamo's tracing, of
-glue's passes, of AOTAutograd (tracing, joint passes and partitioning, without the compiles that it starts; glue's pass
-on the partitioned graphs counts here too) and of Inductor (lowering, code, kernels); then milliseconds of a later step,
-the median, and the most memory of those steps.
+Columns: ``first s``, seconds of the first step (forward, backward, all compiles in them), which is the sum of
+
+- ``dynamo s``: Dynamo's tracing and guards;
+- ``glue s``: glue's passes with all around them (checks, cache keys);
+- ``aot s``: AOTAutograd: tracing, joint passes and partitioning, without the compiles that it starts;
+- ``inductor s``: Inductor: lowering, code, kernels;
+- ``load s``: what comes out of a cache instead;
+- ``rest s``: inside of the compile, and under none of these names: the cache's key, decisions of the hand-off;
+- ``run s``: outside of all compiles: the step itself, and what kernels do when they first run.
+
+Then milliseconds of a later step, the median, and the most memory of those steps.
 
 On a CPU sizes are tiny, to test the code and to see how times grow: ``--device cpu --layers 16``.
 """
@@ -23,20 +30,25 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from benchmarks.compile_time_rows import ROWS
 from benchmarks.end_to_end_rows import Size
+from glue_compiler import registry
+from glue_compiler.backend import GlueBackend
+from glue_compiler.graph_pass import PairPass
+from glue_compiler.handoff import hand_off
 
 VARIANTS: Mapping[str, dict[str, Any] | None] = {
     "inductor": None,
     "glue": {"passes": {"share_layers": False}},
     "glue+share": {"passes": {"share_layers": True}},
 }
-COLUMNS = ("first s", "dynamo s", "passes s", "aot s", "inductor s", "step ms", "peak GiB", "loss")
+PARTS = ("dynamo s", "glue s", "aot s", "inductor s", "load s", "rest s", "run s")
+COLUMNS = ("first s", *PARTS, "step ms", "peak GiB", "loss")
 
 
 def main() -> None:
@@ -83,15 +95,25 @@ def measure(given: argparse.Namespace) -> dict[str, float]:
     torch.manual_seed(0)
     workload = row.build(Size(tokens, tokens, given.layers, is_tiny), given.device, "sdpa")
     batch = workload.batch(tokens, torch.Generator().manual_seed(0))
+    handed_off = 0.0
+
+    def timed_hand_off(*args: Any) -> Any:
+        nonlocal handed_off
+        start = time.perf_counter()
+        call = hand_off(*args)
+        handed_off += time.perf_counter() - start
+        return call
+
     if options is None:
         model = torch.compile(workload.model, backend="inductor")
     else:
-        model = torch.compile(workload.model, backend="glue", options={**row.options, **options})
+        model = torch.compile(workload.model, backend=GlueBackend(timed_hand_off), options={**row.options, **options})
 
-    def step() -> tuple[float, float]:
+    def step(between: Callable[[], None] = lambda: None) -> tuple[float, float]:
         start = time.perf_counter()
         with workload.around():
             loss = model(**batch).loss
+        between()
         loss.backward()
         workload.model.zero_grad()
         found = float(loss.detach())  # waits for the device
@@ -99,30 +121,54 @@ def measure(given: argparse.Namespace) -> dict[str, float]:
             torch.cuda.synchronize()
         return time.perf_counter() - start, found
 
-    first, _ = step()
-    spent = _seconds()
+    forward: dict[str, float] = {}
+    first, _ = step(lambda: forward.update(_counted()))
+    parts = _parts(first, forward, _counted(), handed_off if options is not None else None)
     step()
     if given.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     later = [step() for _ in range(given.steps)]
     peak = torch.cuda.max_memory_allocated() / 2**30 if given.device == "cuda" else 0.0
     times = {"first s": first, "step ms": statistics.median(seconds for seconds, _ in later) * 1000}
-    return {**times, **spent, "peak GiB": peak, "loss": later[-1][1]}
+    return {**times, **parts, "peak GiB": peak, "loss": later[-1][1]}
 
 
-def _seconds() -> dict[str, float]:
-    """By what torch has counted of itself (``torch._dynamo.utils.compile_times``)."""
-    from torch._dynamo.utils import compilation_time_metrics as spent
+def _counted() -> dict[str, float]:
+    """Seconds by name, as torch has counted them of itself (``torch._dynamo.utils.compile_times``)."""
+    from torch._dynamo.utils import compilation_time_metrics
 
-    inductor = [seconds for name, times in spent.items() if name == "compile_fx_inner" for seconds in times]
-    passes = sum(sum(times) for name, times in spent.items() if name.startswith("pass.glue."))
-    # The forward's compile is inside of AOTAutograd's time, the backward's is not: it waits for the first backward.
-    aot = sum(spent.get("create_aot_dispatcher_function", ())) - sum(inductor[: len(inductor) // 2])
+    return {name: sum(times) for name, times in compilation_time_metrics.items()}
+
+
+def _parts(
+    first: float, forward: Mapping[str, float], both: Mapping[str, float], glue: float | None
+) -> dict[str, float]:
+    """The columns that ``first`` is the sum of.
+
+    Args:
+        forward: what torch had counted when the forward was over.
+        both: what it had counted at the end.
+        glue: seconds of what glue hands off to; None for a compile without glue.
+    """
+
+    def inside(name: str) -> float:
+        return forward.get(name, 0.0)
+
+    def behind(name: str) -> float:
+        return both.get(name, 0.0) - inside(name)
+
+    compiled, called = inside("_compile.compile_inner"), inside("OutputGraph.call_user_compiler")
+    inductor, load, aot = "compile_fx_inner", "AOTAutogradCache.inductor_load", "create_aot_dispatcher_function"
+    handed_off = called if glue is None else glue
+    pairs = sum(inside(f"pass.glue.{p.name}") for p in registry.all_passes() if isinstance(p, PairPass))
     return {
-        "dynamo s": sum(spent.get("bytecode_tracing", ())),
-        "passes s": passes,
-        "aot s": max(aot, 0.0),
-        "inductor s": sum(inductor),
+        "dynamo s": compiled - called,
+        "glue s": called - handed_off + pairs,
+        "aot s": inside(aot) - pairs - inside(inductor),
+        "inductor s": inside(inductor) + behind(inductor),
+        "load s": inside(load) + behind(load),
+        "rest s": handed_off - inside(aot) - inside(load),
+        "run s": first - compiled - behind(inductor) - behind(load),
     }
 
 

@@ -39,6 +39,9 @@ class Observer:
     def handed_off(self, gm: fx.GraphModule, prologues: Sequence[Prologue]) -> None:
         """The captured stage is over, and ``gm`` and its prologues are what will be compiled."""
 
+    def marked(self, report: PassReport) -> None:
+        """A pass over the joint graph ran, or failed."""
+
     def partitioned(self, pair: TrainingPair) -> None:
         """``pair`` as AOTAutograd made it, before the passes over it. Not for every graph."""
 
@@ -66,6 +69,9 @@ class Observers(Observer):
 
     def handed_off(self, gm: fx.GraphModule, prologues: Sequence[Prologue]) -> None:
         self._tell(lambda each: each.handed_off(gm, prologues))
+
+    def marked(self, report: PassReport) -> None:
+        self._tell(lambda each: each.marked(report))
 
     def partitioned(self, pair: TrainingPair) -> None:
         self._tell(lambda each: each.partitioned(pair))

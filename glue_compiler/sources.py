@@ -87,8 +87,16 @@ def _imported(tree: ast.AST, package: str, file: Path) -> Iterator[str]:
             base = ".".join([*parents, *([node.module] if node.module else [])])
             yield base
             yield from (f"{base}.{alias.name}" for alias in node.names)  # modules among them
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("import_module", "importlib.import_module"):
+        elif isinstance(node, ast.Call) and _called(node) in ("import_module", "importlib.import_module"):
             name = node.args[0] if node.args else None
             if not isinstance(name, ast.Constant) or not isinstance(name.value, str):
                 raise OSError(f"{file} imports modules by names that are computed")
             yield importlib.util.resolve_name(name.value, package) if name.value.startswith(".") else name.value
+
+
+def _called(call: ast.Call) -> str:
+    """What is called, as it is written: a name, or a name of a name; ``""`` for anything else."""
+    function = call.func
+    if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name):
+        return f"{function.value.id}.{function.attr}"
+    return function.id if isinstance(function, ast.Name) else ""

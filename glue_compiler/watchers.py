@@ -6,6 +6,7 @@ from glue_compiler import compat
 from glue_compiler.observer import Observer, Observers
 from glue_compiler.options import GlueOptions
 from glue_compiler.report.observers import GraphObserver, ReportObserver
+from glue_compiler.report.progress import ProgressLine, terminal
 from glue_compiler.report.session import Session, session_for
 from glue_compiler.verify.graph_check import GraphCheck
 
@@ -21,6 +22,8 @@ def watch(options: GlueOptions, session: Session) -> Observer:
     found: list[Observer] = [reporting]
     if session.folder is not None or compat.trace_is_on():
         found.append(GraphObserver(reporting.report, session))
+    if (stream := terminal()) is not None:
+        found.append(ProgressLine(stream))
     if options.verify:
         found.append(GraphCheck(reporting.report, options, session.folder))
     return Observers(*found)

@@ -109,6 +109,16 @@ def convert_frame_with_leaves(convert: Callable[[], Any], record: Callable[[Capt
     return convert()
 
 
+def convert_frame_once(convert: Callable[[], Any], record: Callable[[CaptureEvent], None]) -> Any:
+    """Convert one frame as Dynamo does by itself.
+
+    Each try would be a collective, and whether there is a second one may depend on the rank's own data: the others
+    would wait for it.
+    """
+    record(CaptureEvent("the ranks agree on what they trace (enable_compiler_collectives), in one try", retried=True))
+    return _convert(convert, record)
+
+
 def _convert(convert: Callable[[], Any], record: Callable[[CaptureEvent], None]) -> Any:
     try:
         return convert()
@@ -158,6 +168,8 @@ def install(backend_class: type[FrameOwner]) -> None:
     def hook(backend: FrameOwner, stored: Mapping[str, Any], code: CodeType, convert: Callable[[], Any]) -> Any:
         convert_one = convert_frame_with_loops if backend.begin_frame(stored, code) else convert_frame
         record = functools.partial(backend.record_capture, stored)
+        if compat.ranks_compile_together():
+            return convert_frame_once(convert, record)
         with compat.traced(InferenceMode()):
             return convert_frame_with_leaves(lambda: convert_one(convert, record), record)
 

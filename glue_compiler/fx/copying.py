@@ -47,20 +47,3 @@ def _copy_module(gm: fx.GraphModule, copies: dict[int, fx.GraphModule]) -> fx.Gr
 
 def _is_graph(value: object) -> TypeGuard[fx.GraphModule]:
     return isinstance(value, fx.GraphModule)
-
-
-def has_changed(gm: fx.GraphModule, earlier: fx.Graph) -> bool:
-    """Has the graph of ``gm`` other nodes than ``earlier``, a copy that :func:`copy_graph` made of it?"""
-    return _shape_of(gm.graph) != _shape_of(earlier)
-
-
-def _shape_of(graph: fx.Graph) -> list[object]:
-    # Of arguments the nodes alone: comparing constants, tensors and symbols among them, could do anything.
-    number = {node: i for i, node in enumerate(graph.nodes)}
-
-    def operands(node: fx.Node) -> list[int]:
-        found: list[int] = []
-        fx.map_arg((node.args, node.kwargs), lambda operand: found.append(number[operand]))
-        return found
-
-    return [(node.op, node.target, operands(node)) for node in graph.nodes]

@@ -16,25 +16,24 @@ import operator
 from dataclasses import dataclass, field
 from typing import Any
 
-import sympy
 import torch
 from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from glue_compiler import compat
-from glue_compiler.compat.operator_calls import call_of, computes_only, is_higher_order, observed_operators
+from glue_compiler.compat.operator_calls import call_of, computes_only, is_higher_order, observed_operators, wraps_shard
 from glue_compiler.compat.switches import AUTOCAST_SWITCHES, GRAD_SWITCHES, WITHOUT_EFFECT
 from glue_compiler.fx import bodies
+from glue_compiler.fx.call_keys import call_key, own_names
 from glue_compiler.fx.modes import Mode, modes_of
-from glue_compiler.fx.records import CallRecord, Made, Meta, Recorder
+from glue_compiler.fx.records import CallRecord, Recorder
+from glue_compiler.fx.snapshots import Snapshot
 from glue_compiler.fx.values import (
     StorageKey,
     Symbolic,
-    expression,
     has_value,
     is_plain,
     leaves,
-    requires_grad,
     storage_of,
     storages_of,
     tensors_in,
@@ -87,6 +86,8 @@ _ASSERTS = {torch.ops.aten._assert_scalar.default, torch.ops.aten._assert_async.
 _SCALAR_MODULES = {operator.__name__, operator.add.__module__, builtins.__name__, math.__name__}
 # Operators whose definitions are torch's own: deterministic unless tagged otherwise.
 _KNOWN_NAMESPACES = {"aten", "prims", "prim"}
+# What a collective gives is there once this has run: for readers, as if it were written then, though no schema says so.
+_WAIT = "_c10d_functional::wait_tensor"
 # Those of glue's own that compute their results from their operands alone, for a batch's metadata.
 _KNOWN_OPERATORS = {"glue::block_lists_of_seen", "glue::mask_blocks", "glue::materialized"}
 
@@ -108,14 +109,39 @@ class _Outcome:
     changes_views: bool = False
 
 
+_NONE = object()
+"""In place of a value that is not on record."""
+
+
+@dataclass
+class _Known:
+    """What was found out of a node. It holds for as long as the node is the same call, of the same values."""
+
+    call: tuple[Any, ...]
+    mode: Mode
+    symbols: Any
+    effects: Effects | None = None
+    is_opaque: bool | None = None
+    pure: tuple[_Outcome, dict[Any, Any]] | None = None
+    exact: _Outcome | None = None
+
+    def is_of(self, call: tuple[Any, ...], mode: Mode, symbols: Any) -> bool:
+        same = len(call) == len(self.call) and all(map(operator.is_, call, self.call))
+        return same and mode == self.mode and symbols == self.symbols
+
+
 @dataclass
 class EffectAnalysis:
     """Classifies nodes; remembers calls that it has seen, since layers repeat them.
 
-    What it remembers of calls is keyed by metadata, not by node: one object serves all passes over one graph.
+    What it remembers of calls is keyed by metadata, and what it remembers of nodes holds until they change: one object
+    serves all passes over one graph.
     """
 
     fake_mode: Any | None
+    numberings: dict[fx.GraphModule, tuple[Snapshot, Any, Any]] = field(default_factory=dict)
+    """Of graphs as they were: what :func:`number_values` found, and the version of the symbols at that time."""
+    _known: dict[fx.Node, _Known] = field(default_factory=dict)
     _seen: dict[Any, _Outcome] = field(default_factory=dict)
     _pure: dict[Any, tuple[_Outcome, dict[Any, Any]]] = field(default_factory=dict)
     _modes: dict[fx.Node, Mode] = field(default_factory=dict)
@@ -123,6 +149,11 @@ class EffectAnalysis:
     @classmethod
     def for_graph(cls, gm: fx.GraphModule) -> EffectAnalysis:
         return cls(compat.fake_mode_of(tensors_in([value_of(node) for node in gm.graph.nodes])))
+
+    @property
+    def symbols(self) -> Any:
+        """Equal at two times if all expressions read the same at both."""
+        return compat.symbols_version(self.fake_mode.shape_env if self.fake_mode is not None else None)
 
     def read_modes(self, gm: fx.GraphModule) -> None:
         """Read again in which mode each node of ``gm``, a whole graph, and of its bodies runs."""
@@ -158,16 +189,23 @@ class EffectAnalysis:
                     return Effects(kind)
             if node.target in AUTOCAST_SWITCHES:
                 return Effects(Kind.MODE)
+            if wraps_shard(node.target):
+                return Effects(Kind.OPAQUE)
+        known = self._known_of(node, self.mode_of(gm, node))
+        if known.effects is None:
+            known.effects = self._of_call(node, known)
+        return known.effects
+
+    def _of_call(self, node: fx.Node, known: _Known) -> Effects:
         operands = [value_of(arg) for arg in node.all_input_nodes]
         if self._is_scalar_function(node, operands):
             return Effects(Kind.PURE)
         if not self._may_run(node):
             return Effects(Kind.BARRIER)
-        mode = self.mode_of(gm, node)
-        if not mode.is_known:
+        if not known.mode.is_known:
             return Effects(Kind.BARRIER)
         tensors = tensors_in(operands)
-        outcome, _ = self._effects(node, mode)
+        outcome, _ = self._effects(node, known)
         kind, written = outcome.kind, outcome.written
         writes = frozenset(storage_of(tensors[i]) for i in written if is_plain(tensors[i]))
         if outcome.changes_views:
@@ -180,16 +218,18 @@ class EffectAnalysis:
 
     def record_of(self, gm: fx.GraphModule | None, node: fx.Node) -> CallRecord | None:
         """The operators that the node dispatches; None for what is no call of torch's, or cannot be run to see."""
-        if self._is_opaque(node) or not (mode := self.mode_of(gm, node)).is_known:
+        known = self._runnable(gm, node)
+        if known is None:
             return None
-        outcome, names = self._effects(node, mode)
+        outcome, names = self._effects(node, known)
         return outcome.record.renamed(names) if outcome.record is not None else None
 
     def parts_of(self, gm: fx.GraphModule, node: fx.Node) -> CallRecord | None:
         """As :meth:`record_of`, below autograd and autocast: the operators that those of the node are made of."""
-        if self._is_opaque(node) or not (mode := self.mode_of(gm, node)).is_known:
+        known = self._runnable(gm, node)
+        if known is None:
             return None
-        outcome, names = self._effects(node, mode)
+        outcome, names = self._effects(node, known)
         return outcome.parts.renamed(names) if outcome.parts is not None else None
 
     def result_of(self, gm: fx.GraphModule | None, node: fx.Node) -> Any | None:
@@ -197,17 +237,30 @@ class EffectAnalysis:
 
         Without ``gm`` in the mode in which the graph is called.
         """
-        mode = self.mode_of(gm, node)
-        if self._is_opaque(node) or not mode.is_known:
+        known = self._runnable(gm, node)
+        return self._outcome(node, known).result if known is not None else None
+
+    def _runnable(self, gm: fx.GraphModule | None, node: fx.Node) -> _Known | None:
+        """What is known of the node; None if it is not safe to run its call."""
+        if not node.op.startswith("call_") or bodies.is_higher_order(node):
             return None
-        return self._outcome(node, mode).result
+        known = self._known_of(node, self.mode_of(gm, node))
+        if known.is_opaque is None:
+            known.is_opaque = not self._may_run(node) or self._is_scalar_function(
+                node, [value_of(arg) for arg in node.all_input_nodes]
+            )
+        return known if known.mode.is_known and not known.is_opaque else None
 
-    def _is_opaque(self, node: fx.Node) -> bool:
-        if not node.op.startswith("call_") or bodies.is_higher_order(node) or not self._may_run(node):
-            return True
-        return self._is_scalar_function(node, [value_of(arg) for arg in node.all_input_nodes])
+    def _known_of(self, node: fx.Node, mode: Mode) -> _Known:
+        """fx replaces arguments when they change, and passes replace values on record: neither is edited."""
+        values = [item.meta.get("example_value", item.meta.get("val", _NONE)) for item in (node, *node.all_input_nodes)]
+        call = (node.target, node.args, node.kwargs, *values)
+        known = self._known.get(node)
+        if known is None or not known.is_of(call, mode, self.symbols):
+            known = self._known[node] = _Known(call, mode, self.symbols)
+        return known
 
-    def _effects(self, node: fx.Node, mode: Mode) -> tuple[_Outcome, dict[Any, Any]]:
+    def _effects(self, node: fx.Node, known: _Known) -> tuple[_Outcome, dict[Any, Any]]:
         """What the node does, its result aside; and what the symbols of the record are called here.
 
         A pure call is as pure for operands that differ in the names of unbacked symbols or in where in their storage
@@ -215,23 +268,31 @@ class EffectAnalysis:
         the same symbols equal and of the same ranges. No operator decides by a storage offset, but to raise, and a
         captured call does not raise. A loop over experts has the same calls for each.
         """
-        shape_env = self.fake_mode.shape_env if self.fake_mode is not None else None
-        key, names = _call_key(node, mode, shape_env, up_to_names=True)
-        if key not in self._pure:
-            outcome = self._outcome(node, mode)
-            if outcome.kind is not Kind.PURE or outcome.written:
-                return outcome, _own_names(outcome.record, node)
-            self._pure[key] = outcome, names
-        outcome, known = self._pure[key]
-        here = {symbol: names_there for names_there, symbol in names.items()}
-        renamed = {old: here[new] for old, new in known.items() if here[new] != old}
-        return outcome, {**_own_names(outcome.record, node), **renamed}
+        if known.pure is None:
+            known.pure = self._up_to_names(node, known)
+        return known.pure
 
-    def _outcome(self, node: fx.Node, mode: Mode) -> _Outcome:
-        key, _ = _call_key(node, mode)
-        if key not in self._seen:
-            self._seen[key] = self._run(node, mode, tensors_in([value_of(arg) for arg in node.all_input_nodes]))
-        return self._seen[key]
+    def _up_to_names(self, node: fx.Node, known: _Known) -> tuple[_Outcome, dict[Any, Any]]:
+        shape_env = self.fake_mode.shape_env if self.fake_mode is not None else None
+        key, names = call_key(node, known.mode, shape_env, up_to_names=True)
+        if key not in self._pure:
+            outcome = self._outcome(node, known)
+            if outcome.kind is not Kind.PURE or outcome.written:
+                return outcome, own_names(outcome.record, node)
+            self._pure[key] = outcome, names
+        outcome, known_names = self._pure[key]
+        here = {symbol: names_there for names_there, symbol in names.items()}
+        renamed = {old: here[new] for old, new in known_names.items() if here[new] != old}
+        return outcome, {**own_names(outcome.record, node), **renamed}
+
+    def _outcome(self, node: fx.Node, known: _Known) -> _Outcome:
+        if known.exact is None:
+            key, _ = call_key(node, known.mode)
+            if key not in self._seen:
+                tensors = tensors_in([value_of(arg) for arg in node.all_input_nodes])
+                self._seen[key] = self._run(node, known.mode, tensors)
+            known.exact = self._seen[key]
+        return known.exact
 
     def _is_scalar_function(self, node: fx.Node, operands: list[Any]) -> bool:
         if node.op != "call_function":
@@ -285,7 +346,11 @@ class EffectAnalysis:
 
     def _run(self, node: fx.Node, mode: Mode, tensors: list[torch.Tensor]) -> _Outcome:
         # Detached aliases: in-place changes of shape must not reach the recorded fake tensors.
-        aliases = {id(tensor): tensor.detach() for tensor in tensors}
+        try:
+            aliases = {id(tensor): self._alias_of(tensor) for tensor in tensors}
+        except Exception as failure:  # whatever a subclass of a user's does
+            log.debug("'%s' cannot be run on its operands: %s", node.name, failure)
+            return _Outcome(Kind.BARRIER)
 
         def argument(value: Any) -> Any:
             if isinstance(value, fx.Node):
@@ -310,8 +375,8 @@ class EffectAnalysis:
             log.debug("'%s' cannot be run on fake tensors: %s", node.name, failure)
             return _Outcome(Kind.BARRIER, changes_views=recorder.changes_views)
         written = tuple(i for i, t in enumerate(tensors) if is_plain(t) and storage_of(t) in recorder.written)
-        if recorder.written - storages_of(tensors) - recorder.made:
-            return _Outcome(Kind.BARRIER)
+        if recorder.writes_unseen or recorder.written - storages_of(tensors) - recorder.made:
+            return _Outcome(Kind.BARRIER, changes_views=recorder.changes_views)
         return _Outcome(
             recorder.kind(),
             written,
@@ -322,6 +387,13 @@ class EffectAnalysis:
             parts.record(result),
             recorder.changes_views,
         )
+
+    def _alias_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        if is_plain(tensor):
+            return tensor.detach()
+        # DTensor keeps a table by sizes, which symbols do not fit in, where it does not see that it is traced.
+        with compat.speculation(self.fake_mode, self.fake_mode.shape_env if self.fake_mode is not None else None):
+            return tensor.detach()
 
 
 def is_known_function(node: fx.Node) -> bool:
@@ -343,6 +415,7 @@ class _Recorder(TorchDispatchMode):
         self.written: set[StorageKey] = set()
         self.made: set[StorageKey] = set()
         self.syncs = self.random = self.foreign = self.changes_views = False
+        self.writes_unseen = False  # to the memory of a subclass, which is not known
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -366,11 +439,14 @@ class _Recorder(TorchDispatchMode):
         self.syncs |= _copies_to_host(args, result)
         self.foreign |= func.namespace not in _KNOWN_NAMESPACES and func.name() not in _KNOWN_OPERATORS
         self.changes_views |= torch.Tag.inplace_view in func.tags
+        if func.name() == _WAIT:
+            self.written |= before
         if func._schema.is_mutable:
             for i, argument in enumerate(func._schema.arguments):
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     value = args[i] if i < len(args) else kwargs.get(argument.name)
                     self.written |= storages_of(value)
+                    self.writes_unseen |= not all(map(is_plain, tensors_in(value)))
         return result
 
     def kind(self) -> Kind:
@@ -395,66 +471,3 @@ def _map_tensors(value: Any, convert: Any) -> Any:
     if isinstance(value, dict):
         return {key: _map_tensors(item, convert) for key, item in value.items()}
     return value
-
-
-def _own_names(record: CallRecord | None, node: fx.Node) -> dict[Any, Any]:
-    """Symbols that came into being when the call was run to be recorded → those of the node's own value."""
-    if record is None:
-        return {}
-    inherited = {symbol for arg in node.all_input_nodes for symbol in unbacked_in(value_of(arg))}
-    names: dict[Any, Any] = {}
-    for recorded, leaf in zip(record.result, leaves(value_of(node)), strict=False):
-        if isinstance(recorded, Made):
-            recorded = record.operators[recorded.step].results[recorded.result]
-        numbers = recorded.shape if isinstance(recorded, Meta) else (recorded,)
-        actual = tuple(map(expression, leaf.shape if isinstance(leaf, torch.Tensor) else (leaf,)))
-        for old, new in zip(numbers, actual, strict=False):
-            if isinstance(old, sympy.Symbol) and old != new and new is not None and old not in inherited:
-                names.setdefault(old, sympy.sympify(new))
-    return names
-
-
-def _call_key(
-    node: fx.Node, mode: Mode, shape_env: Any = None, up_to_names: bool = False
-) -> tuple[Any, dict[Any, Any]]:
-    """Equal for two calls that do the same, in the same mode, to operands of the same metadata.
-
-    With ``up_to_names`` but for storage offsets and the names of unbacked symbols; the second value has the name that
-    the key uses for each.
-    """
-    storages: dict[StorageKey, int] = {}
-    names: dict[Any, Any] = {}
-    # A record counts a call's operands, so one that is passed twice is not two that look alike.
-    operands = {operand: i for i, operand in enumerate(node.all_input_nodes)}
-
-    def number(value: Any) -> Any:
-        found = expression(value)
-        if not up_to_names or not isinstance(found, sympy.Basic):
-            return found
-        for symbol in sorted(compat.unbacked_symbols(found), key=str):
-            if symbol not in names:
-                names[symbol] = sympy.Symbol(f"unbacked_{len(names)}_{compat.symbol_range(symbol, shape_env)}")
-        return found.xreplace(names)
-
-    def describe(value: Any) -> Any:
-        if isinstance(value, fx.Node):
-            return (operands[value], describe(value_of(value)))
-        if isinstance(value, torch.Tensor):
-            if not is_plain(value):
-                return ("tensor", id(value))
-            alias = storages.setdefault(storage_of(value), len(storages))
-            shape = tuple(number(size) for size in value.shape)
-            stride = tuple(number(step) for step in value.stride())
-            offset = None if up_to_names else expression(value.storage_offset())
-            return ("tensor", alias, shape, stride, offset, value.dtype, value.device, requires_grad(value))
-        if isinstance(value, Symbolic):
-            return ("symbol", number(value))
-        if isinstance(value, tuple | list):
-            return (type(value).__name__, *(describe(item) for item in value))
-        if isinstance(value, slice):
-            return ("slice", describe(value.start), describe(value.stop), describe(value.step))
-        if isinstance(value, dict):
-            return ("dict", *((key, describe(item)) for key, item in value.items()))
-        return (type(value).__name__, repr(value))
-
-    return (node.op, node.target, mode, describe(node.args), describe(node.kwargs)), names

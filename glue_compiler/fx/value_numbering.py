@@ -23,6 +23,7 @@ from torch import fx
 from glue_compiler.fx import bodies
 from glue_compiler.fx.bodies import BodyCall
 from glue_compiler.fx.effects import EffectAnalysis, Effects, Kind
+from glue_compiler.fx.snapshots import Snapshot
 from glue_compiler.fx.values import (
     StorageKey,
     Symbolic,
@@ -189,12 +190,19 @@ def _is_same_view(first: Any, second: Any) -> bool:
 def number_values(gm: fx.GraphModule, analysis: EffectAnalysis, is_body: bool = False) -> Numbering:
     """Number all values of ``gm`` and of the bodies in it that run once. Changes nothing.
 
+    As long as the graph does not change, the result is the same object, which is to be read only.
+
     Args:
         is_body: ``gm`` is a body of a graph whose modes ``analysis`` has read.
     """
-    if not is_body:
-        analysis.read_modes(gm)
-    return _Numberer(gm, analysis).run()
+    if is_body:
+        return _Numberer(gm, analysis).run()
+    analysis.read_modes(gm)
+    symbols, (snapshot, earlier, numbering) = analysis.symbols, analysis.numberings.get(gm, (None, None, None))
+    if snapshot is None or numbering is None or earlier != symbols or not snapshot.is_current():
+        numbering = _Numberer(gm, analysis).run()
+        analysis.numberings[gm] = Snapshot(gm), symbols, numbering
+    return numbering
 
 
 class _Numberer:
@@ -273,6 +281,10 @@ class _Numberer:
             number = next(self.fresh)
             self._note_separated(node, effects)
         self._set(node, scope, number)
+        around = tensors_in([value_of(each) for each in (node, *node.all_input_nodes)])
+        if not all(map(is_plain, around)):
+            # A subclass, such as DTensor, may lie in this memory: who writes to that one writes here.
+            self.escaped |= storages_of(around)
         if effects.kind is Kind.BARRIER:
             self._barrier(node)
         if effects.changes_views:

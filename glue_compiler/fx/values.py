@@ -92,7 +92,8 @@ def expressions_of(value: Any) -> Iterator[Any]:
 def unbacked_in(value: Any) -> list[Any]:
     """The unbacked symbols of a value, each once, in order of appearance."""
     found: dict[Any, None] = {}
-    for number in expressions_of(value):
+    named = (leaf for leaf in leaves(value) if not isinstance(leaf, torch.Tensor) or compat.has_symbols(leaf))
+    for number in expressions_of(tuple(named)):
         if not isinstance(number, int | float | bool):
             found.update(dict.fromkeys(sorted(compat.unbacked_symbols(number), key=str)))
     return list(found)
@@ -114,6 +115,13 @@ def keeps_layout(tensor: torch.Tensor) -> bool:
     """Does a copy made by ``torch.empty_like`` have the same strides? Not so for a slice or an expanded tensor."""
     copy = torch.empty_like(tensor, device="meta")
     return list(map(expression, tensor.stride())) == list(map(expression, copy.stride()))
+
+
+def is_in_order(tensor: torch.Tensor) -> bool:
+    """Is it contiguous, as far as its record says? Adds no guard."""
+    copy = torch.empty_like(tensor, device="meta", memory_format=torch.contiguous_format)
+    strides = zip(tensor.shape, tensor.stride(), copy.stride(), strict=True)
+    return all(expression(size) == 1 or expression(own) == expression(other) for size, own, other in strides)
 
 
 def source_line(node: fx.Node) -> str:

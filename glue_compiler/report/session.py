@@ -88,12 +88,19 @@ _sessions_lock = threading.Lock()
 
 def session_for(folder: str) -> Session:
     """The process's session for a dump folder. In a distributed job each rank has a folder of its own inside."""
-    rank = os.environ.get("RANK")
+    rank = _rank()
     path = os.path.abspath(folder if rank is None else os.path.join(folder, f"rank_{rank}"))
     with _sessions_lock:
         if path not in _sessions:
             _sessions[path] = Session(DumpFolder(Path(path)))
         return _sessions[path]
+
+
+def _rank() -> str | None:
+    # A launcher may tell ranks by the environment, or by arguments that the program hands to torch.
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return str(torch.distributed.get_rank())
+    return os.environ.get("RANK")
 
 
 def _begin_again() -> None:
