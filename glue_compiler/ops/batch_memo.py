@@ -30,6 +30,8 @@ MAX_BATCHES = 4
 """Batches that one prologue remembers: those in flight in a pipeline, or one on each device. The oldest goes first."""
 
 Results = tuple[Any, ...]
+Caller = torch.nn.Parameter | None
+"""What tells a layer from the others: its first parameter."""
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -68,24 +70,36 @@ def key_of(values: Sequence[Any]) -> tuple[Any, ...] | None:
 
 
 class _Pass:
-    """One forward pass and one backward of it, as far as calls tell: in each, every caller comes once."""
+    """One forward pass and one backward of it, as far as calls tell: in each, every caller comes once.
 
-    def __init__(self, caller: int) -> None:
+    It ends with the first of its callers that is gone: weights that are made anew for each pass (a view of a shard,
+    say) never come again.
+    """
+
+    def __init__(self, caller: Caller) -> None:
         self._began = self._now()
         self._backward: int | None = None
-        self._came = {(self._began, caller)}
+        self._came: set[tuple[int, int]] = set()
+        self._alive: list[weakref.ref[Any]] = []
+        self._gone: list[weakref.ref[Any]] = []
+        self._note(self._began, caller)
 
-    def includes(self, caller: int) -> bool:
+    def includes(self, caller: Caller) -> bool:
         """Is a call by ``caller``, here and now, still of this pass? Notes that it came."""
         now = self._now()
         if now != self._began:
             if now < 0 or self._began >= 0 or self._backward not in (None, now):
                 return False
             self._backward = now
-        if (now, caller) in self._came:
+        if self._gone or (now, id(caller)) in self._came:
             return False
-        self._came.add((now, caller))
+        self._note(now, caller)
         return True
+
+    def _note(self, now: int, caller: Caller) -> None:
+        self._came.add((now, id(caller)))
+        if caller is not None:
+            self._alive.append(weakref.ref(caller, self._gone.append))
 
     @staticmethod
     def _now() -> int:
@@ -97,7 +111,7 @@ class _Pass:
 class _Contents:
     """What a call's tensors held: copies of host memory, version counters of device memory and the pass."""
 
-    def __init__(self, values: Sequence[Any], caller: int) -> None:
+    def __init__(self, values: Sequence[Any], caller: Caller) -> None:
         self._copies: list[tuple[int, torch.Tensor]] = []
         self._versions: list[tuple[int, int]] = []
         self._counters: dict[int, int] = {}
@@ -112,7 +126,7 @@ class _Contents:
                 self._versions.append((i, value._version))
         self._pass = _Pass(caller) if self._versions else None
 
-    def are_in(self, values: Sequence[Any], caller: int) -> bool:
+    def are_in(self, values: Sequence[Any], caller: Caller) -> bool:
         """Do ``values`` hold this still?"""
         for i, version in self._versions:
             if values[i]._version != version:
@@ -169,7 +183,7 @@ class PrologueResults:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def get(self, key: tuple[Any, ...], values: Sequence[Any], caller: int) -> Results | None:
+    def get(self, key: tuple[Any, ...], values: Sequence[Any], caller: Caller) -> Results | None:
         """The results for ``values``, which lie at ``key``, if they hold what they held when they were computed.
 
         Args:
@@ -183,7 +197,7 @@ class PrologueResults:
             entry.wait_until_ready()
         return entry.results
 
-    def put(self, key: tuple[Any, ...], values: Sequence[Any], caller: int, results: Results) -> None:
+    def put(self, key: tuple[Any, ...], values: Sequence[Any], caller: Caller, results: Results) -> None:
         """Remember ``results`` until one of the tensors in ``values`` loses its storage, or is known to be written."""
         if not all(_is_plain_result(result) for result in results):
             return
@@ -246,7 +260,7 @@ def memoized(
         if key is None:
             return rest(*args, *_compute(prologue, values))
         # Layers share compiled code, and may be compiled again; what tells them apart is a parameter.
-        caller = next((id(arg) for arg in args if isinstance(arg, torch.nn.Parameter)), 0)
+        caller = next((arg for arg in args if isinstance(arg, torch.nn.Parameter)), None)
         results = memo.get(key, values, caller)
         if results is None:
             results = _compute(prologue, values)

@@ -139,6 +139,8 @@ class _Planner:
             return None
         if not isinstance(value, torch.Tensor) or not is_plain(value):
             return "it depends on an input that is not a plain tensor or an integer"
+        if isinstance(value, torch.nn.Parameter):
+            return "it depends on a parameter, which is no batch's and lives on"
         if value.is_floating_point() or value.is_complex():
             return "it depends on a floating-point input; a prologue reads integers and booleans"
         if value.device.type not in DEVICES:

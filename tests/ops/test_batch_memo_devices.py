@@ -77,6 +77,19 @@ def test_on_a_device_a_layer_that_comes_twice_in_a_backward_computes_again():
     assert device.computed == 2
 
 
+@pytest.mark.parametrize("are_kept", [True, False])
+def test_on_a_device_a_pass_ends_with_the_first_layer_whose_weights_are_gone(are_kept):
+    """Weights made anew for each pass never come a second time, and so would not tell where the next one begins."""
+    device, kept = OnDevice(), []
+    for _ in range(3):
+        weights = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
+        kept += weights if are_kept else []
+        for weight in weights:
+            device.call(weight, device.positions)
+        del weight, weights
+    assert device.computed == (1 if are_kept else 3)
+
+
 def test_on_a_device_a_forward_without_gradients_is_a_pass_of_its_own():
     device = OnDevice()
     with torch.no_grad():

@@ -240,3 +240,13 @@ def test_a_failing_check_raises_each_time():
     for _ in range(2):
         with pytest.raises(RuntimeError):
             run.call(x, torch.arange(20))
+
+
+@pytest.mark.parametrize("kind", [torch.nn.Parameter, torch.Tensor])
+def test_a_parameter_is_no_part_of_a_batch(kind):
+    """Integers of a quantised weight: what is computed from them would be kept as long as the weight."""
+    table = torch.arange(4096)
+    table = kind(table, requires_grad=False) if kind is torch.nn.Parameter else table
+    run = compile_split(lambda x, table: x * table.cumsum(0), memoize_threshold=1024)
+    run.call(torch.randn(4096), table)
+    assert memo_report(run).changed == (kind is torch.Tensor)

@@ -1,0 +1,65 @@
+"""torch's engines on processes of a CPU: losses, gradients and weights are those of one process that has all batches.
+
+Lengths differ on each rank and in each step. Every rewrite that the engine leaves room for is made on every rank.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from tests.distributed import engines
+from tests.distributed.ranks import Ranks
+from tests.distributed.training import Trained, assert_same, reference, train
+
+pytestmark = pytest.mark.slow
+
+PACKED, LISTED = "specialize_attention.packed", "specialize_attention.listed"
+LOSSES, DEFERRED = "chunk_loss.losses", "chunk_loss.deferred"
+
+
+def run(family: str, name: str, kind: str) -> Trained:
+    return train(engines.FAMILIES[family][name], kind, {}, {})
+
+
+def trained(ranks: Ranks, family: str, name: str, kind: str = "qwen3") -> list[Trained]:
+    """What the ranks saw, which is what one process sees."""
+    engine = engines.FAMILIES[family][name]
+    found = ranks.run(run, family, name, kind)
+    assert_same(found, reference(ranks.number // engine.shares, kind, engine.parts, engine.steps), engine)
+    return found
+
+
+@pytest.mark.parametrize("name", engines.DDP)
+def test_ddp(two_ranks, name):
+    for each in trained(two_ranks, "ddp", name):
+        if name == "layers":
+            assert each.counts[LISTED] > 0
+        elif "small buckets" in name:  # torch cuts the graph for each bucket
+            assert each.counts.get(PACKED, 0) + each.counts.get(LISTED, 0) > 0
+            assert any("DDP has cut the graph into pieces" in skip for skip in each.skips)
+        else:
+            # Two layers and a loss, compiled for the first length and for all others.
+            assert (each.counts[PACKED], each.counts[LOSSES], each.counts[DEFERRED]) == (4, 2, 2)
+
+
+@pytest.mark.parametrize("name", engines.FSDP)
+def test_fsdp(two_ranks, name):
+    for each in trained(two_ranks, "fsdp", name):
+        assert each.counts[LISTED] == 2
+        assert (each.counts.get(LOSSES) == 2) == (not name.startswith("layers"))
+
+
+@pytest.mark.parametrize("name", engines.HSDP)
+def test_hsdp(four_ranks, name):
+    for each in trained(four_ranks, "hsdp", name):
+        assert each.counts[LISTED] > 0
+
+
+@pytest.mark.parametrize("name", engines.TENSOR)
+def test_tensor_parallel(two_ranks, name):
+    for each in trained(two_ranks, "tensor", name, "llama"):
+        assert each.counts.get(PACKED, 0) + each.counts.get(LISTED, 0) > 0
+        if name.endswith("whole"):
+            assert any("not by a product of rows with a plain weight" in skip for skip in each.skips)
