@@ -40,7 +40,7 @@ class AttentionCall:
     capability: tuple[int, int] | None
     dtype: torch.dtype
     head_size: int | torch.SymInt
-    value_size: int
+    value_size: int | torch.SymInt
     heads: int
     key_heads: int
     rows: int | None

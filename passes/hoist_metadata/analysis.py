@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -323,12 +323,13 @@ class _Planner:
         """What is computed again keeps the symbols that it makes, so what is made of those is no duplicate either.
 
         Nor is what has other symbols than the node that it repeats once all that is replaced is gone: what both are
-        made of is equal, but is not one.
+        made of is equal, but is not one. Nor is a tensor one of whose readers stays and makes a symbol, as ``x[mask]``
+        does, where a reader of the other makes another: torch's fake tensors know one for what is read of one tensor.
         """
         nodes = [node for scope in (self.scope, *self.scope.children) for node in scope.module.graph.nodes]
         renamed = self.numbering.equal_symbols.keys()
         makers = [(symbol, node) for node in nodes for symbol in own_symbols(node) & renamed]
-        while makers:
+        while True:
             gone, kept = self.plan.replaced(), self._kept_symbols()
             staying = {symbol for symbol, maker in makers if maker not in gone}
             merges = [
@@ -336,6 +337,7 @@ class _Planner:
                     node
                     for node in merge.duplicates
                     if staying.isdisjoint(symbols_around(node))
+                    and not self._has_symbols_of_its_own(node, merge, gone)
                     and all(kept.get(s, s) == kept.get(k, k) for s, k in self._equal_symbols(node, merge.keep).items())
                 )
                 for merge in self.plan.merges
@@ -343,6 +345,17 @@ class _Planner:
             if merges == self.plan.merges:
                 return
             self.plan.merges = [merge for merge in merges if merge.duplicates]
+
+    @staticmethod
+    def _has_symbols_of_its_own(node: fx.Node, merge: Merge, gone: Collection[fx.Node]) -> bool:
+        """Do readers of ``node`` that stay make other symbols than those of the nodes that it is equal to?"""
+
+        def made(of: fx.Node) -> set[Any]:
+            return {symbol for user in of.users if user not in gone for symbol in own_symbols(user)}
+
+        others = {symbol for other in (merge.keep, *merge.duplicates) if other is not node for symbol in made(other)}
+        own = made(node)
+        return bool(own) and bool(others - own)
 
     def _kept_symbols(self) -> dict[Any, Any]:
         """The symbols that go away with the nodes that make them, and those that take their place."""

@@ -37,6 +37,7 @@ class Replacement:
     Attributes:
         visibility: what the mask is proved to show; None of ``"listed"``.
         kernel: serves ``call``, of ``"packed"`` and ``"listed"``.
+        call: all of its heads are of the larger size where values have another one than keys.
         metadata: where that of ``"packed"`` is computed.
         mask: of ``"listed"``, which was not specialised for the reason ``unknown``.
     """
@@ -119,7 +120,8 @@ def _visibility(
     if site.mask is None:
         return Visibility()
     batch, _, length, _ = map(expression, value_of(site.query).shape)
-    key = (reader.operators.number(site.mask.value), site.mask.role, batch, length)
+    masks = tuple((reader.operators.number(each.value), each.role, each.factor) for each in site.mask.parts)
+    key = (masks, batch, length)
     if key not in seen:
         try:
             seen[key] = classify_mask(site.mask, batch, length, reader, assume_sorted=assume_sorted)
@@ -177,7 +179,11 @@ def _kernel(site: AttentionSite, settings: Settings, *, hides_keys: bool) -> tup
     # On record is the dtype that autocast has made of the operands.
     dtype: torch.dtype = value_of(site.output).dtype
     call = AttentionCall.of(query, key, value, site.dropout)
-    call = dataclasses.replace(call, dtype=dtype, hides_keys=hides_keys, kernels=settings.kernels)
+    # Kernels take one size of heads: what is smaller is padded with zeros, which change neither scores nor results.
+    size = max(*sizes) if sizes[0] != sizes[1] else call.head_size
+    call = dataclasses.replace(
+        call, dtype=dtype, hides_keys=hides_keys, kernels=settings.kernels, head_size=size, value_size=size
+    )
     kernel = choose(call, settings.compiler)
     if kernel is None:
         raise UnknownMask(str(unsupported(call, settings.compiler)))

@@ -93,14 +93,21 @@ def _site(
     if of_key[3] != size or of_output[3] != of_value[3]:
         raise NotAttention("query, key and value have no sizes that are known to fit")
     if of_key[1] != heads and not is_grouped:
-        raise NotAttention("one head of keys is broadcast to all queries")
+        # Of heads a product and sdpa broadcast a single one, which is what kernels call a group of all.
+        if of_key[1] != 1:
+            raise NotAttention("the heads of keys are not those of queries")
+        is_grouped = True
     gradients = Gradients(output, operators)
     if not all(map(gradients.pass_through, inside)):
         raise NotAttention("gradients are switched off for a part of it")
-    added = [mask.value if mask is not None else None, chain.bias]
-    if any(each is not None and each.step != FOUND and requires_grad(value_of(each.node)) for each in added):
+    added = [each.value for each in mask.parts] if mask is not None else []
+    added += [chain.bias] if chain.bias is not None else []
+    if any(each.step != FOUND and requires_grad(value_of(each.node)) for each in added):
         raise NotAttention("the mask has a gradient")
-    grouped_key, grouped_value = (_before_repeat(node, heads, gradients, reader) for node in (key, value))
+    grouped_key, grouped_value = (
+        _before_repeat(node, each, heads, gradients, reader)
+        for node, each in zip((key, value), operands[1:], strict=True)
+    )
     if len({reader.shape(operators.value(node))[1] for node in (grouped_key, grouped_value)}) > 1:
         grouped_key, grouped_value = key, value
     sinks = _sinks(chain.sinks, heads, gradients, reader) if chain.sinks is not None else None
@@ -128,12 +135,12 @@ def _site(
 
 
 def _node_at(value: Any, output: fx.Node, operators: Operators) -> fx.Node:
-    """The node of a query, key or value; the attention finds in its memory what it has made."""
+    """The node of a query, key or value; the output finds in its memory what the attention reads."""
     if not operators.is_tensor(value) or operators.meta(value).rank != 4:
         raise NotAttention("query, key and value are not plain tensors of four dimensions")
-    node = operators.node_of(value)
-    if node is None or not operators.is_kept(value, output):
-        raise NotAttention("the memory of query, key or value is written in place")
+    node = operators.operand(value, output)
+    if node is None:
+        raise NotAttention("the memory of query, key or value is written in place inside of it")
     if node.graph is not output.graph:
         raise NotAttention("query, key or value belong to another graph")
     return node
@@ -149,11 +156,10 @@ def _require_supported_numbers(dropout: Any, scale: Any) -> None:
         raise NotAttention(f"its scale is {scale}; kernels without a mask take positive ones")
 
 
-def _before_repeat(node: fx.Node, heads: Any, gradients: Gradients, reader: IndexReader) -> fx.Node:
-    """The tensor of which ``node`` repeats each head for a group of query heads; ``node`` itself if it does not."""
+def _before_repeat(node: fx.Node, value: Value, heads: Any, gradients: Gradients, reader: IndexReader) -> fx.Node:
+    """The tensor of which ``value`` repeats each head for a group of query heads; ``node``, its own, if it does not."""
     operators = reader.operators
     wanted = tuple(sympy.Symbol(name, integer=True, nonnegative=True) for name in "bhtd")
-    value = operators.value(node)
     shape = reader.shape(value)
     element = Element(value, broadcast_index(wanted, shape))
     while gradients.pass_through(element.value.node):

@@ -22,11 +22,20 @@ class Mask:
     Attributes:
         value: True for those it ``shows`` or ``hides``, or ``added`` to the scores.
         empty_rows: what a query gets all of whose keys it hides; of what is added, by minus infinity. None: not known.
+        factor: what is ``added`` is multiplied by, with the scores.
+        also: another mask of the same scores; None: there is none.
     """
 
     value: Value
     role: Kind
     empty_rows: EmptyRows | None
+    factor: float = 1.0
+    also: Mask | None = None
+
+    @property
+    def parts(self) -> tuple[Mask, ...]:
+        """The mask, and those beside it."""
+        return (self, *(self.also.parts if self.also is not None else ()))
 
 
 @dataclass(frozen=True)
@@ -34,8 +43,8 @@ class AttentionSite:
     """One attention. ``query`` is ``[B, Hq, Q, D]``, ``key`` and ``value`` ``[B, Hkv, K, D]``.
 
     Attributes:
-        output: the node with the result ``[B, Hq, Q, D]``. It finds in the memory of query, key and value what was
-            there when they were made.
+        output: the node with the result ``[B, Hq, Q, D]``. It finds in the memory of query, key and value what the
+            attention reads, whatever was written there before.
         grouped_key, grouped_value: key and value before their heads were repeated for the query's; the same where they
             were not.
         is_grouped: the query has more heads than ``grouped_key``, or may have.

@@ -11,7 +11,7 @@ import torch
 from glue_compiler.fx.index_expressions import IndexReader
 from glue_compiler.fx.index_numbers import as_boolean
 from glue_compiler.fx.index_operators import INDEX_DTYPES, is_non_negative
-from glue_compiler.fx.index_views import Index, NotAView
+from glue_compiler.fx.index_views import Index, NotAView, number_of
 from glue_compiler.fx.operators import Call, Value
 
 aten = torch.ops.aten
@@ -99,17 +99,52 @@ def _never_decreases(value: Value, dim: int, reader: IndexReader) -> str | None:
         case Call(aten.repeat_interleave, {"self": Value() as values, "repeats": Value(), "dim": along}):
             if len(reader.shape(values)) == 1 and along in (None, 0, -1) and _grows(values, 0, reader):
                 return "repeat_interleave of growing values"
+        # Of a token that ends a document, and belongs to it: counted, and moved by one.
+        case Call(aten.cat | aten.concat | aten.concatenate, {"tensors": (first, counts), "dim": along}):
+            if along % len(reader.shape(value)) == dim and _is_of_integers(first, reader):
+                least = reader.read(first, _places(first, reader))
+                if _counts_from(least, counts, dim, reader):
+                    return "a cumsum of non-negative steps behind what is no more"
+        case Call(aten.pad, {"self": counts, "pad": (int() as before, 0), "mode": "constant", "value": least}):
+            is_along = dim == len(reader.shape(value)) - 1 and before >= 0
+            if is_along and _counts_from(number_of(least or 0), counts, dim, reader):
+                return "a cumsum of non-negative steps behind what is no more"
         case _:
             pass
     return None
 
 
+def _counts_from(least: Any, value: Any, dim: int, reader: IndexReader) -> bool:
+    """Is ``value`` a cumsum of non-negative steps along ``dim``, and ``least`` a number, no more than any sum?"""
+    if not least.is_Integer or least > 0 or not _is_of_integers(value, reader):
+        return False
+    places = _places(value, reader)
+    element = reader.source(value, (*places[:dim], QUERY, *places[dim + 1 :]))
+    if not _is_of_integers(element.value, reader):
+        return False
+    match reader.operators.does(element.value):
+        case Call(aten.cumsum, {"self": steps, "dim": along}):
+            others = list(element.index)
+            is_along = others.pop(along % len(others)) == QUERY and not any(QUERY in i.free_symbols for i in others)
+            return is_along and is_non_negative(steps, reader.operators)
+    return False
+
+
+def _is_of_integers(value: Any, reader: IndexReader) -> bool:
+    return reader.operators.is_tensor(value) and reader.dtype(value) in INDEX_DTYPES
+
+
+def _places(value: Value, reader: IndexReader) -> Index:
+    """Any element."""
+    return tuple(sympy.Dummy(f"index{d}", integer=True, nonnegative=True) for d in range(len(reader.shape(value))))
+
+
 def _grows(value: Any, dim: int, reader: IndexReader) -> bool:
     """Are the integers of ``value`` proved to grow, or to stay equal, along ``dim``?"""
-    if not reader.operators.is_tensor(value) or reader.dtype(value) not in INDEX_DTYPES:
+    if not _is_of_integers(value, reader):
         return False
-    anywhere = [sympy.Dummy(f"index{d}", integer=True, nonnegative=True) for d in range(len(reader.shape(value)))]
-    vector = over_tokens(reader.read(value, (*anywhere[:dim], QUERY, *anywhere[dim + 1 :])))
+    places = _places(value, reader)
+    vector = over_tokens(reader.read(value, (*places[:dim], QUERY, *places[dim + 1 :])))
     return vector is not None and _Direction(reader, False).of(vector) == 1
 
 

@@ -67,6 +67,10 @@ def listed_mask(site: AttentionSite, reader: IndexReader) -> ListedMask:
     mask = site.mask
     if mask is None:
         raise UnknownMask("there is no mask to read")
+    if mask.also is not None:
+        raise UnknownMask("there are two masks")
+    if mask.factor != 1:
+        raise UnknownMask("it is multiplied with the scores")
     if mask.empty_rows is None:
         raise UnknownMask("the masked scores are rounded, and what hides a key then is not known")
     elements = _elements(mask.value, mask.role == "added", site, reader)

@@ -62,20 +62,28 @@ def classify_mask(mask: Mask, batch: Any, length: Any, reader: IndexReader, *, a
     Raises:
         UnknownMask: it is none of those that :class:`Visibility` describes.
     """
-    meta = reader.operators.meta(mask.value)
-    index = (sympy.Integer(0) if batch == 1 else BATCH, HEAD, QUERY, KEY)[4 - meta.rank :]
     try:
-        element = reader.read(mask.value, index)
+        elements = [(each, _element(each, batch, reader)) for each in mask.parts]
         try:
-            visible = _visible(element, meta.dtype)
-            if mask.role == "hides":
-                visible = sympy.Not(visible)
+            visible = sympy.And(*(_shown(each, element, reader) for each, element in elements))
             return _Classifier(visible, length, reader, assume_sorted).run()
         except UnknownMask as reason:
-            given = _input_matrix(element, reader)
+            given = next(filter(None, (_input_matrix(element, reader) for _, element in elements)), None)
             raise UnknownMask(given) if given is not None else reason from None
     except (Unreadable, NotAView) as reason:
         raise UnknownMask(f"{reason}, so its contents are not known") from None
+
+
+def _element(mask: Mask, batch: Any, reader: IndexReader) -> Any:
+    """What the mask holds for a score."""
+    rank = reader.operators.meta(mask.value).rank
+    return reader.read(mask.value, (sympy.Integer(0) if batch == 1 else BATCH, HEAD, QUERY, KEY)[4 - rank :])
+
+
+def _shown(mask: Mask, element: Any, reader: IndexReader) -> Any:
+    """The condition under which a query sees a key."""
+    visible = _visible(element, mask.factor, reader.operators.meta(mask.value).dtype)
+    return sympy.Not(visible) if mask.role == "hides" else visible
 
 
 def _input_matrix(element: Any, reader: IndexReader) -> str | None:
@@ -90,7 +98,7 @@ def _input_matrix(element: Any, reader: IndexReader) -> str | None:
     return None
 
 
-def _visible(value: Any, dtype: torch.dtype) -> Any:
+def _visible(value: Any, factor: float, dtype: torch.dtype) -> Any:
     if dtype == torch.bool:
         return as_boolean(value)
     if not dtype.is_floating_point:
@@ -102,7 +110,7 @@ def _visible(value: Any, dtype: torch.dtype) -> Any:
     hides = hidden_below(dtype)
 
     def is_hidden(number: Any) -> bool:
-        return number.is_extended_real is True and bool(number <= hides)
+        return number.is_extended_real is True and bool(number * factor <= hides)
 
     if holds_where(value, lambda number: number == 0 or is_hidden(number)) != sympy.true:
         raise UnknownMask("what is added to the scores is neither 0 nor below -1e9")

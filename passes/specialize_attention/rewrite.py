@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections import Counter
 from typing import Any
@@ -66,14 +67,18 @@ class _Writer:
         expected = value_of(site.output)
         with graph.inserting_before(site.output):
             query, key, value = self._operands(site, expected.dtype)
+            scale = site.scale
+            if replacement.call is not None and value_of(query).shape[3] != value_of(value).shape[3]:
+                scale = 1 / math.sqrt(value_of(query).shape[3]) if scale is None else scale
+                query, key, value = (self._widened(each, replacement.call.head_size) for each in (query, key, value))
             if replacement.mask is not None and listed is not None:
-                result = self._listed(replacement, (query, key, value), *listed, bias)
+                result = self._listed(replacement, (query, key, value), scale, *listed, bias)
             elif packed is not None:
                 assert visibility is not None
                 cu_seqlens, *blocks = packed
                 length = self.make.size(graph, query, 2)
                 implementation = "flash4" if replacement.kernel == "flash4" else "flash2"
-                settings = (visibility.is_causal, visibility.window, site.scale, blocks or None, implementation)
+                settings = (visibility.is_causal, visibility.window, scale, blocks or None, implementation)
                 result = self.make.call(
                     graph, _glue.packed_attention.default, query, key, value, cu_seqlens, length, *settings
                 )
@@ -91,6 +96,8 @@ class _Writer:
                     scale=site.scale,
                     enable_gqa=site.is_grouped,
                 )
+            if replacement.call is not None and value_of(result).shape[3] != expected.shape[3]:
+                result = self.make.method(graph, "narrow", result, 3, 0, expected.shape[3])
             result = self._not_saved(replacement, self._laid_out_as(expected, result))
         found = value_of(result)
         if (found.dtype, found.device, _sizes(found)) != (expected.dtype, expected.device, _sizes(expected)):
@@ -120,6 +127,11 @@ class _Writer:
             found.append(node)
         return found
 
+    def _widened(self, node: fx.Node, size: int | torch.SymInt) -> fx.Node:
+        """Heads of ``size``, with zeros at their end."""
+        missing = size - value_of(node).shape[3]
+        return self.make.call(node.graph, torch.nn.functional.pad, node, (0, missing)) if missing else node
+
     def _not_saved(self, replacement: Replacement, result: fx.Node) -> fx.Node:
         """Attention saves its result for backward, which one that was written out does not: a caller may write it.
 
@@ -138,13 +150,14 @@ class _Writer:
         self,
         replacement: Replacement,
         operands: tuple[fx.Node, fx.Node, fx.Node],
+        scale: float | None,
         node: fx.Node,
         lists: list[fx.Node],
         bias: fx.Node | None,
     ) -> fx.Node:
         site, mask = replacement.site, replacement.mask
         assert mask is not None
-        settings = (mask.kind, mask.empty_rows, site.scale, site.softcap)
+        settings = (mask.kind, mask.empty_rows, scale, site.softcap)
         others: dict[str, Any] = {} if site.sinks is None else {"sinks": self.results.get(site.sinks, site.sinks)}
         if bias is not None:
             others["bias"] = bias

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,7 @@ from torch import fx
 from glue_compiler.fx.index_expressions import IndexReader, Unreadable
 from glue_compiler.fx.index_operators import CONVERSIONS
 from glue_compiler.fx.index_views import Element, NotAView, broadcast_index, source_of
-from glue_compiler.fx.operators import Call, Operators, Value
+from glue_compiler.fx.operators import FOUND, Call, Operators, Value
 from glue_compiler.fx.values import value_of
 from glue_compiler.ops.mask_blocks import EmptyRows, Kind, hidden_below
 from glue_compiler.passes.specialize_attention.attention_parts import Mask, NotAttention
@@ -29,6 +30,7 @@ class Chain:
 
     Attributes:
         links: the values between the products.
+        factor: of the scores when they are masked. scale: that and those of the scores before.
         dtypes: that the masked scores are converted to before they are exponentiated, from the last one on.
         has_sinks: the weights are all columns of the softmax but the last; ``sinks`` are its scores, ``[B, H, Q, 1]``.
     """
@@ -37,6 +39,7 @@ class Chain:
     mask: Mask | None = None
     dropout: Any = 0.0
     scale: Any = 1.0
+    factor: float = 1.0
     softcap: float | None = None
     has_sinks: bool = False
     sinks: Value | None = None
@@ -56,7 +59,7 @@ class WrittenOut:
 
 
 def read_written_out(output: Value, call: Call, reader: IndexReader) -> WrittenOut | None:
-    """matmul(dropout(softmax(cap(scale * matmul(query, key^T)) + bias + mask)), value); None if the product is none.
+    """matmul(dropout(softmax(f * (cap(g * matmul(query, key^T)) + bias + mask))), value); None if the product is none.
 
     Raises:
         NotAttention: it is one in another form.
@@ -78,6 +81,7 @@ def read_written_out(output: Value, call: Call, reader: IndexReader) -> WrittenO
     chain.links.append(scores)
     key = product.right if product.is_transposed else _transposed(product.right, output.node, reader)
     query, value = product.left, outer.right
+    query, key = (_before_widening(each, output, operators) for each in (query, key))
     if key is None or not operators.is_tensor(query) or not operators.is_tensor(value):
         return None
     nodes = [operators.node_of(link) for link in chain.links]
@@ -159,47 +163,67 @@ def _is_row_maximum(value: Value, scores: Value, operators: Operators) -> bool:
 
 
 def _masked(value: Value, chain: Chain, reader: IndexReader) -> Value:
-    """Takes a mask off the scores: ``+``, ``masked_fill`` or ``where``."""
+    """Takes masks off the scores, and what they are multiplied by together."""
     operators = reader.operators
-    call = operators.does(value)
-    match call:
-        case Call(aten.add, {"self": Value() as first, "other": Value() as second, "alpha": 1}):
-            for scores, mask in ((first, second), (second, first)):
-                if operators.is_tensor(mask) and _is_product(scores, operators):
-                    dtype = reader.dtype(value)
-                    is_rounded = any(torch.promote_types(each, dtype) != each for each in chain.dtypes)
+    behind = dataclasses.replace(chain, links=[], dtypes=[*chain.dtypes], scale=1.0)
+    scores = _scaled(value, behind, operators)
+    behind.factor = behind.scale
+    behind.dtypes += [reader.dtype(link) for link in behind.links]
+    match operators.does(scores):
+        case Call(aten.add | aten.add_ as add, {"self": Value() as first, "other": Value() as second, "alpha": 1}):
+            # In place the scores alone are written: they are in no other memory, as a mask may be.
+            for inner, mask in ((first, second), (second, first))[: 2 if add is aten.add else 1]:
+                unfilled = _without_fillings(inner, dataclasses.replace(behind, links=[]), reader)
+                if operators.is_tensor(mask) and _is_product(unfilled, operators):
+                    dtype = reader.dtype(scores)
+                    is_rounded = any(torch.promote_types(each, dtype) != each for each in behind.dtypes)
                     empty_rows: EmptyRows = "zeros" if chain.has_sinks else "nan"
-                    chain.mask = Mask(mask, "added", None if is_rounded else empty_rows)
-                    chain.links.append(value)
-                    return scores
-        case Call(aten.masked_fill, {"self": Value() as scores, "mask": Value() as mask, "value": filling}):
-            if _is_filled(value, mask, "hides", filling, chain, reader):
-                return scores
-        case Call(aten.where, {"condition": Value() as mask, "self": Value() as scores, "other": filling}):
-            if _is_filled(value, mask, "shows", filling, chain, reader):
-                return scores
-        case Call(operator, {"self": Value() as scores}) if operator in CONVERSIONS:
-            chain.dtypes.append(reader.dtype(value))
-            chain.links.append(value)
-            return _masked(scores, chain, reader)
+                    behind.mask = Mask(mask, "added", None if is_rounded else empty_rows, behind.factor)
+                    behind.links.append(scores)
+                    scores = inner
+                    break
         case _:
             pass
-    return value
+    scores = _without_fillings(scores, behind, reader)
+    if behind.mask is None:
+        return value
+    chain.links += behind.links
+    chain.mask, chain.scale, chain.factor, chain.dtypes = behind.mask, behind.scale, behind.factor, behind.dtypes
+    return scores
+
+
+def _without_fillings(value: Value, chain: Chain, reader: IndexReader) -> Value:
+    """Takes boolean masks off the scores: ``masked_fill`` or ``where``."""
+    while True:
+        role: Kind
+        match reader.operators.does(value):
+            case Call(
+                aten.masked_fill | aten.masked_fill_,
+                {"self": Value() as scores, "mask": Value() as mask, "value": filling},
+            ):
+                role = "hides"
+            case Call(aten.where, {"condition": Value() as mask, "self": Value() as scores, "other": filling}):
+                role = "shows"
+            case _:
+                return value
+        if not _is_filled(value, mask, role, filling, chain, reader):
+            return value
+        value = scores
 
 
 def _is_filled(value: Value, mask: Value, role: Kind, filling: Any, chain: Chain, reader: IndexReader) -> bool:
-    """Does ``filling`` leave a weight of zero where ``mask`` puts it in ``value``? Then it is the chain's mask."""
-    low = _filling(filling, value, reader)
+    """Does ``filling`` leave a weight of zero where ``mask`` puts it in ``value``? Then it is a mask of the chain."""
+    low = _filling(filling, chain.factor, value, reader)
     if reader.dtype(mask) != torch.bool or low is None:
         return False
-    chain.mask = Mask(mask, role, _without_keys(low, chain))
+    chain.mask = Mask(mask, role, _without_keys(low, chain), also=chain.mask)
     chain.links.append(value)
     return True
 
 
 def _biased(value: Value, chain: Chain, operators: Operators) -> Value:
     """Takes numbers off the scores, in which a mask is filled in."""
-    if chain.mask is None or chain.mask.role == "added":
+    if chain.mask is None or chain.factor != 1 or any(mask.role == "added" for mask in chain.mask.parts):
         return value
     match operators.does(value):
         case Call(aten.add, {"self": Value() as first, "other": Value() as second, "alpha": 1}):
@@ -214,8 +238,8 @@ def _biased(value: Value, chain: Chain, operators: Operators) -> Value:
     return value
 
 
-def _filling(filling: Any, value: Value, reader: IndexReader) -> float | None:
-    """The score in ``value`` that leaves a weight of zero; None if ``filling`` does not."""
+def _filling(filling: Any, factor: float, value: Value, reader: IndexReader) -> float | None:
+    """The score that leaves a weight of zero, ``factor`` times ``filling`` in ``value``; None if it does not."""
     dtype = reader.dtype(value)
     if isinstance(filling, Value) and reader.operators.is_tensor(filling) and not reader.shape(filling):
         try:
@@ -225,6 +249,7 @@ def _filling(filling: Any, value: Value, reader: IndexReader) -> float | None:
         filling = float(filling) if filling.is_number and filling is not sympy.nan else None
     if not isinstance(filling, int | float) or not dtype.is_floating_point:
         return None
+    filling *= factor
     return _rounded(filling, dtype) if filling <= hidden_below(dtype) else None
 
 
@@ -257,9 +282,9 @@ def _scaled(value: Value, chain: Chain, operators: Operators) -> Value:
     while True:
         call = operators.does(value)
         match call:
-            case Call(aten.mul | aten.multiply, {"self": first, "other": second}):
+            case Call(aten.mul | aten.multiply | aten.mul_, {"self": first, "other": second}):
                 scores, factor = (first, second) if isinstance(first, Value) else (second, first)
-            case Call(aten.div | aten.divide | aten.true_divide, {"self": scores, "other": divisor}):
+            case Call(aten.div | aten.divide | aten.true_divide | aten.div_, {"self": scores, "other": divisor}):
                 is_rounded = call.arguments.get("rounding_mode") is not None
                 is_number = isinstance(divisor, int | float) and divisor != 0
                 factor = 1 / divisor if is_number and not is_rounded else None
@@ -297,10 +322,26 @@ def _transposed(value: Any, output: fx.Node, reader: IndexReader) -> Value | Non
         found = reader.shape(element.value)
         swapped = (shape[0], shape[1], shape[3], shape[2])
         if found == swapped and element.index == broadcast_index((b, h, s, d), found):
-            node = operators.node_of(element.value)
-            if node is not None and node.graph is output.graph:
+            is_of_a_node = element.value.step == FOUND or operators.node_of(element.value) is not None
+            if is_of_a_node and element.value.node.graph is output.graph:
                 return element.value
     raise NotAttention("gradients are switched off for a part of it")
+
+
+def _before_widening(value: Any, output: Value, operators: Operators) -> Any:
+    """Of a tensor of the output's dtype that was converted to a wider one, which holds the same numbers, the tensor."""
+    dtype, gradients = operators.meta(output).dtype, Gradients(output.node, operators)
+    while operators.is_tensor(value) and operators.meta(value).dtype != dtype and gradients.pass_through(value.node):
+        call = operators.does(value)
+        if call is None or call.operator not in CONVERSIONS:
+            break
+        before = call.arguments["self"]
+        if not operators.is_tensor(before) or operators.meta(before).dtype != dtype:
+            break
+        if torch.promote_types(dtype, operators.meta(value).dtype) != operators.meta(value).dtype:
+            break
+        value = before
+    return value
 
 
 def _used_here_alone(links: list[fx.Node], output: fx.Node, operators: Operators) -> tuple[fx.Node, ...]:

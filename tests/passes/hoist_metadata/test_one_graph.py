@@ -96,6 +96,37 @@ def test_tensors_of_both_sizes_meet_after_their_symbols_are_one():
     assert count(run.graph, torch.nonzero) == 1
 
 
+def by_masks(x, weights, ids):
+    """A mask that is written three times in the code, as in ``y[ids == e] = expert(h[ids == e])``."""
+    rows = torch.tanh(x[ids == 1]) * weights[ids == 1]
+    return torch.zeros_like(x).index_add(0, (ids == 1).nonzero()[:, 0], rows)
+
+
+def rows_and_their_places(x, weights, ids):
+    """Of two equal masks the same is read twice."""
+    return torch.tanh(x[ids == 1]).sum() + weights.sin()[ids == 1].sum() + x[ids == 1].sum()
+
+
+@pytest.mark.parametrize("fn", [by_masks, rows_and_their_places])
+def test_equal_masks_whose_readers_make_symbols_of_their_own_compile(fn):
+    """One mask with two such readers does not: torch knows one size of what is read of it, and both are on record."""
+    tensors = [torch.randn(12, 4, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    ids = torch.tensor([0, 1, 1, 2, 1, 0, 0, 2, 1, 2, 1, 0])
+    run = compile_with_glue(fn)
+    assert_same_bits(lambda *a: fn(*a, ids), lambda *a: run.call(*a, ids), tensors)
+
+
+def test_equal_masks_are_one_where_their_readers_are():
+    def fn(x, ids):
+        return torch.nonzero(ids == 1).sum(), (torch.nonzero(ids == 1) + 1).prod(), x * 2
+
+    ids = torch.tensor([0, 1, 1, 2, 1])
+    run = compile_with_glue(fn)
+    for got, want in zip(run.call(torch.ones(5), ids), fn(torch.ones(5), ids), strict=True):
+        assert torch.equal(got, want)
+    assert count(run.graph, torch.nonzero) == 1
+
+
 def test_a_write_between_them_keeps_both():
     def fn(flags):
         first = torch.nonzero(flags)

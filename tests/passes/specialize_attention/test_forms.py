@@ -65,6 +65,53 @@ def test_repeated_heads_are_grouped(make_mask, key_heads, spelling):
     assert call.args[1].meta["example_value"].shape[1] == key_heads
 
 
+@pytest.mark.parametrize("spelling", ["documents", "by values", "written out", "transposed"])
+@pytest.mark.parametrize("scale", [None, 0.3])
+@pytest.mark.parametrize("sizes", [(16, 10), (6, 16)], ids=["narrow values", "wide values"])
+def test_values_may_have_another_size_than_keys(spelling, scale, sizes):
+    """Multi-head latent attention: heads of keys hold a part that is rotated, which values do not have."""
+
+    def fn(query, key, value, starts):
+        key, value = key.repeat_interleave(2, dim=1), value.repeat_interleave(2, dim=1)
+        mask = documents(starts)
+        if spelling == "by values":
+            mask = mask | (starts[:, None, None] & torch.tensor([[[[True]], [[False]]] * 2]))
+        if spelling == "written out":
+            factor = scale or sizes[0] ** -0.5
+            return (query @ key.mT * factor).masked_fill(~mask, float("-inf")).softmax(-1) @ value
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+        return out.transpose(1, 2).flatten(2) if spelling == "transposed" else out
+
+    size, of_value = sizes
+    tensors = [torch.randn(2, h, T, s, dtype=torch.float64) for h, s in ((4, size), (2, size), (2, of_value))]
+    run = specialized(fn)
+    assert_close(fn, run, [tensor.requires_grad_() for tensor in tensors], torch.cat([STARTS, STARTS.roll(3, 1)]))
+    assert counts(run) == {"listed" if spelling == "by values" else "packed": 1}
+
+
+@pytest.mark.parametrize("mask", ["added", "masked_fill", None])
+def test_one_head_of_keys_is_broadcast_to_all_queries(mask):
+    """Multi-query attention: neither a product nor sdpa needs it repeated."""
+
+    def fn(query, key, value, starts):
+        if mask is not None:
+            return written_out(query, key, value, starts, mask=mask)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=documents(starts))
+
+    run = specialized(fn)
+    assert_close(fn, run, inputs(1, 4, 1), STARTS)
+    assert counts(run) == {"packed": 1}
+
+
+def test_one_head_of_keys_and_several_of_values_stay():
+    def fn(query, key, value, starts):
+        return written_out(query, key[:, :1], value, starts)
+
+    run = specialized(fn)
+    assert_close(fn, run, inputs(1, 4, 4), STARTS)
+    assert counts(run) == {}
+
+
 def test_heads_in_another_order_are_not_grouped():
     def fn(query, key, value, starts):
         return F.scaled_dot_product_attention(
@@ -124,11 +171,6 @@ def key_written_later(query, key, value):
     return F.softmax(scores, dim=-1) @ value
 
 
-def one_key_head(query, key, value):
-    scores = query @ key[:, :1].transpose(2, 3) + torch.where(causal(), 0.0, -1e30).double()
-    return F.softmax(scores, dim=-1) @ value[:, :1]
-
-
 def other_dimension(query, key, value):
     return F.softmax(query @ key.transpose(2, 3) + torch.where(causal(), 0.0, -1e30).double(), dim=2) @ value
 
@@ -142,7 +184,6 @@ def key_not_transposed(query, key, value):
     [
         (weights_returned, "used elsewhere"),
         (key_written_later, "written in place"),
-        (one_key_head, "one head of keys"),
         (other_dimension, None),
         (key_not_transposed, None),
     ],

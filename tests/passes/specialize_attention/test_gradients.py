@@ -185,19 +185,55 @@ def key_written_as_itself(query, key, value):
     return written_out(query, key, value)
 
 
+def joined(left, right):
+    """As multi-head latent attention puts its keys together in transformers: no ``cat``, but copies into the parts."""
+    whole = left.new_empty(*left.shape[:-1], left.shape[-1] + right.shape[-1])
+    whole[..., : left.shape[-1]].copy_(left)
+    whole[..., left.shape[-1] :] = right
+    return whole
+
+
+def assembled(query, key, value):
+    key = joined(key[..., :5], key[..., 5:] * 2)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=causal())
+
+
+def assembled_and_written_out(query, key, value):
+    return written_out(joined(query[..., 7:], query[..., :7]), joined(key[..., :5], key[..., 5:]), value)
+
+
+def assembled_inside(query, key, value):
+    query, key, value = (each.detach() for each in (query, key, value))
+    key = joined(key[..., :5], key[..., 5:])
+    scores = query @ key.mT
+    key[..., :5] = 0
+    return scores.masked_fill(~causal(), -1e30).softmax(-1) @ value
+
+
+def repeated_and_written(query, key, value):
+    """A part of a repeated head is no repetition any more."""
+    key = key[:, :2].repeat_interleave(2, dim=1)
+    key[:, 1] = value[:, 1] * 3
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=causal())
+
+
 @pytest.mark.parametrize("eager", [True, False], ids=["the graph", "compiled"])
 @pytest.mark.parametrize(
     ("fn", "expected"),
     [
-        (key_data_written, {}),
-        (value_detached_and_written, "written in place"),
-        (key_written_between, WRITTEN),
-        (key_written_in_a_view_of_no_grad, "written in place"),
+        (key_data_written, CAUSAL),
+        (value_detached_and_written, CAUSAL),
+        (key_written_between, CAUSAL),  # the second; backward of the first would read what was written
+        (key_written_in_a_view_of_no_grad, CAUSAL),
         (key_written_as_itself, CAUSAL),
+        (assembled, CAUSAL),
+        (assembled_and_written_out, CAUSAL),
+        (repeated_and_written, CAUSAL),
+        (assembled_inside, "written in place inside of it"),
     ],
 )
 def test_gradients_go_to_what_was_read_and_not_to_what_wrote_it(fn, expected, eager):
-    assert_as_eager(fn, expected, eager=eager)
+    assert_as_eager(fn, expected, tensors=inputs(1, 4, 4), eager=eager)
 
 
 # -- what is returned may be written before backward

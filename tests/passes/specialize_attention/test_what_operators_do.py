@@ -389,7 +389,7 @@ def test_values_have_versions():
 
 def test_what_was_overwritten_is_not_read():
     assert_as_eager(padding_written, Unknown("is not at hand"), [PADDING])
-    assert_as_eager(value_written_after_softmax_of_it, "written in place")
+    assert_as_eager(value_written_after_softmax_of_it, "written in place inside of it")
 
 
 # -- autocast

@@ -1,0 +1,191 @@
+"""Scores that are masked before they are scaled, masked twice, or computed in a wider dtype; beside near misses."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.passes.specialize_attention.attention import LENGTH, POSITIONS, assert_as_eager, counts, inputs, specialized
+
+CAUSAL, PACKED, LISTED = ({form: 1} for form in ("causal", "packed", "listed"))
+STARTS = POSITIONS == 0
+LOWEST = torch.finfo(torch.float64).min
+KEYS = torch.rand(1, 1, LENGTH, LENGTH, generator=torch.Generator().manual_seed(0)) < 0.5
+
+
+def causal():
+    token = torch.arange(LENGTH)
+    return token[:, None] >= token
+
+
+def documents(starts):
+    ids = starts.cumsum(-1)
+    return (ids[:, None, :, None] == ids[:, None, None, :]) & causal()
+
+
+def added(visible, low=LOWEST):
+    return torch.zeros(visible.shape, dtype=torch.float64).masked_fill(~visible, low)
+
+
+def attention(change):
+    """``change``: (scores, starts) → what softmax is taken of."""
+
+    def fn(query, key, value, starts):
+        return F.softmax(change(query @ key.mT, starts), -1) @ value
+
+    return fn
+
+
+UNKNOWN = "changed in another way"
+CHANGES = {
+    # codegen of transformers divides last.
+    "added, then divided": (lambda s, d: (s + added(documents(d))) / 4.0, PACKED),
+    "filled, then scaled": (lambda s, d: s.masked_fill(~documents(d), float("-inf")) * 0.25, PACKED),
+    "scaled on both sides": (lambda s, d: torch.where(causal(), s * 0.5, -1e30) * 0.5, CAUSAL),
+    "capped, masked and scaled": (lambda s, d: ((s / 8).tanh() * 4 + added(causal() & KEYS)) / 2, {}),
+    "a mask that is read, filled and scaled": (lambda s, d: s.masked_fill(~KEYS, -1e30) / 4.0, LISTED),
+    "a mask that is read, added and scaled": (
+        lambda s, d: (s + added(KEYS)) / 4.0,
+        "multiplied with the scores",
+    ),
+    "hidden no more": (lambda s, d: s.masked_fill(~documents(d), -1e10) * 1e-9, UNKNOWN),
+    "added and hidden no more": (lambda s, d: (s + added(documents(d), -1e10)) * 1e-9, "neither 0 nor below"),
+    "scaled by less than zero": (lambda s, d: s.masked_fill(~documents(d), float("inf")) * -0.25, UNKNOWN),
+    "scaled by a tensor": (lambda s, d: s.masked_fill(~documents(d), -1e30) * d.double()[:, None, :, None], UNKNOWN),
+    "numbers added, filled, scaled": (
+        lambda s, d: (s + torch.arange(LENGTH).double()).masked_fill(~documents(d), -1e30) / 4.0,
+        UNKNOWN,
+    ),
+    # gpt_neo of transformers has a mask of its own beside the one that it is passed.
+    "where, then added": (lambda s, d: torch.where(causal(), s, LOWEST) + added(documents(d)), PACKED),
+    "filled twice": (lambda s, d: s.masked_fill(~causal(), -1e30).masked_fill(~documents(d), float("-inf")), PACKED),
+    "filled, added and scaled": (
+        lambda s, d: (torch.where(causal(), s, -1e30) + added(documents(d))) / 4.0,
+        PACKED,
+    ),
+    "one of two is read": (lambda s, d: torch.where(causal(), s, -1e30) + added(KEYS), "there are two masks"),
+    "one of two hides little": (lambda s, d: torch.where(causal(), s, -20.0) + added(documents(d)), UNKNOWN),
+    "added twice": (lambda s, d: s + added(causal()) + added(documents(d)), UNKNOWN),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_scores_are_masked(name):
+    change, expected = CHANGES[name]
+    assert_as_eager(attention(change), expected, [STARTS])
+
+
+# -- in place
+
+
+def filled_in_place(query, key, value, starts):
+    """As flaubert and xlm of transformers do."""
+    scores = query @ key.mT
+    scores.masked_fill_(~documents(starts), LOWEST)
+    return F.softmax(scores.float() if scores.dtype == torch.float16 else scores, -1) @ value
+
+
+def all_in_place(query, key, value, starts):
+    scores = query @ key.mT
+    scores /= 4.0
+    scores *= 0.5
+    scores += added(documents(starts), -1e30)
+    return F.softmax(scores, -1) @ value
+
+
+def written_and_read(query, key, value, starts):
+    scores = query @ key.mT
+    first = scores[..., 0]
+    scores.masked_fill_(~documents(starts), -1e30)
+    return F.softmax(scores, -1) @ value + first[..., None]
+
+
+def scores_added_to_the_mask(query, key, value, starts):
+    mask = added(documents(starts), -1e30).expand(1, 2, LENGTH, LENGTH).contiguous()
+    result = F.softmax(mask.add_(query @ key.mT), -1) @ value
+    return result, mask * 2
+
+
+def filled_without_gradients(query, key, value, starts):
+    scores = query @ key.mT
+    with torch.no_grad():
+        scores.masked_fill_(~documents(starts), -1e30)
+    return F.softmax(scores, -1) @ value
+
+
+def written_between_the_products(query, key, value, starts):
+    scores = query.detach() @ key.detach().mT
+    weights = F.softmax(scores.masked_fill_(~documents(starts), -1e30), -1)
+    return weights.mul_(2) @ value
+
+
+@pytest.mark.parametrize(
+    ("fn", "expected"),
+    [
+        (filled_in_place, PACKED),
+        (all_in_place, PACKED),
+        (written_and_read, "used elsewhere"),
+        (scores_added_to_the_mask, {}),
+        (filled_without_gradients, {}),
+        (written_between_the_products, {}),
+    ],
+)
+def test_scores_are_masked_in_place(fn, expected):
+    assert_as_eager(fn, expected, [STARTS])
+
+
+# -- computed in a wider dtype than that of query, key and value
+
+
+def widened(query, key, value, starts):
+    """As gptj and others of transformers keep scores of fp16 from overflowing."""
+    scores = query.double() @ key.double().mT * 0.25
+    return F.softmax(scores.masked_fill(~documents(starts), -1e30), -1).to(value.dtype) @ value
+
+
+def repeated_and_widened(query, key, value, starts):
+    key, value = (each[:, :2].repeat_interleave(2, 1) for each in (key, value))
+    return widened(query, key, value, starts)
+
+
+def widened_value(query, key, value, starts):
+    scores = query.double() @ key.double().mT * 0.25
+    return F.softmax(scores.masked_fill(~documents(starts), -1e30), -1) @ value.double()
+
+
+def narrowed(query, key, value, starts):
+    scores = (query.bfloat16() @ key.bfloat16().mT).float() * 0.25
+    return F.softmax(scores.masked_fill(~documents(starts), -1e30), -1) @ value
+
+
+def widened_without_gradients(query, key, value, starts):
+    with torch.no_grad():
+        wider = query.double()
+    scores = wider @ key.double().mT * 0.25
+    return F.softmax(scores.masked_fill(~documents(starts), -1e30), -1).to(value.dtype) @ value
+
+
+@pytest.mark.parametrize(
+    ("fn", "expected"),
+    [
+        (widened, PACKED),
+        (repeated_and_widened, PACKED),
+        (widened_value, PACKED),
+        (narrowed, {}),
+        (widened_without_gradients, {}),
+    ],
+)
+def test_what_is_computed_in_a_wider_dtype(fn, expected):
+    tensors = [each.detach().float().requires_grad_() for each in inputs(1, 4, 4)]
+    found = []
+    run = specialized(fn)
+    for call in (fn, run.call):
+        copies = [each.detach().clone().requires_grad_() for each in tensors]
+        out = call(*copies, STARTS)
+        (out * torch.linspace(-1, 1, out.numel()).view(out.shape)).sum().backward()
+        found.append([out, *(each.grad for each in copies)])
+    assert counts(run) == expected
+    for want, got in zip(*found, strict=True):
+        assert (want is None) == (got is None)
+        if want is not None:
+            assert want.dtype == got.dtype
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
