@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a decoder with grouped-query attention and a gated MLP; ``tokens`` in each of ``batch`` sequences."""
+    """Of a decoder with grouped-query attention and a gated MLP; ``tokens`` in each of ``batch`` sequences.
+
+    ``vocabulary`` is for models of transformers; :class:`Decoder` has none.
+    """
 
     hidden: int
     intermediate: int
@@ -24,6 +28,7 @@ class Shape:
     layers: int
     batch: int
     tokens: int
+    vocabulary: int = 32000
 
     @property
     def input_bytes(self) -> int:
@@ -51,6 +56,7 @@ def add_shape_arguments(parser: argparse.ArgumentParser, size: str = "8b", token
     for name in ("hidden", "intermediate", "heads", "kv-heads", "head-size", "layers"):
         parser.add_argument(f"--{name}", type=int, help="instead of the shape's")
     parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--vocabulary", type=int, default=Shape.vocabulary, help="of models of transformers")
     parser.add_argument("--tokens", type=int, default=tokens, help="in each sequence")
 
 
@@ -59,7 +65,7 @@ def shape_of(given: argparse.Namespace) -> Shape:
         name: size if getattr(given, name) is None else getattr(given, name)
         for name, size in SIZES[given.shape].items()
     }
-    return Shape(**sizes, batch=given.batch, tokens=given.tokens)
+    return Shape(**sizes, batch=given.batch, tokens=given.tokens, vocabulary=given.vocabulary)
 
 
 class LoraLinear(nn.Module):
@@ -107,15 +113,30 @@ class Layer(nn.Module):
         return x + self.down(functional.silu(self.gate(h)) * self.up(h))
 
 
+RunLayer = Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]
+
+
+def checkpointed(layer: nn.Module, *given: Tensor) -> Tensor:
+    return checkpoint(layer, *given, use_reentrant=False)
+
+
 class Decoder(nn.Module):
-    """Checkpointed layers and a random projection as the loss: a vocabulary would only add time to all rows.
+    """Layers, checkpointed unless ``run_layer`` says otherwise, and a random projection as the loss: a vocabulary would
+    only add time to all rows.
 
     Takes ``x`` ``[batch, tokens, hidden]`` of at most ``shape.tokens`` tokens, and ``target`` of the same sizes, whose
     dtype is the loss's.
     """
 
-    def __init__(self, shape: Shape, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        device: torch.device,
+        dtype: torch.dtype = torch.bfloat16,
+        run_layer: RunLayer = checkpointed,
+    ) -> None:
         super().__init__()
+        self.run_layer = run_layer
         kwargs = {"device": device, "dtype": dtype}
         self.layers = nn.ModuleList(Layer(shape, **kwargs) for _ in range(shape.layers))
         angles = torch.outer(
@@ -130,7 +151,7 @@ class Decoder(nn.Module):
         cos, sin = self.cos[: x.shape[1]], self.sin[: x.shape[1]]
         x = x * 1.0  # as from an embedding: the first input is the model's own
         for layer in self.layers:
-            x = checkpoint(layer, x, cos, sin, use_reentrant=False)
+            x = self.run_layer(layer, x, cos, sin)
         return (x.to(target.dtype) * target).sum()
 
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from benchmarks.checkpoint_decoder import Decoder, Shape, batch_of
-from benchmarks.checkpoint_rows import clean_up, prepare, stepper
+from benchmarks.checkpoint_decoder import Shape
+from benchmarks.checkpoint_rows import batch_for, clean_up, model_of, prepare, stepper
 
 GRAIN = 1024
 """Lengths are multiples of so many tokens."""
@@ -34,7 +34,7 @@ def longest(trains: Callable[[int], bool], start: int, limit: int, steps: int = 
     return good
 
 
-def print_longest(rows: Sequence[str], shape: Shape, budget: str, device: torch.device) -> None:
+def print_longest(rows: Sequence[str], shape: Shape, budget: str, device: torch.device, model_name: str) -> None:
     """One line for each row: one sequence of so many tokens, in a process limited to ``budget`` bytes of the device.
 
     Raises:
@@ -48,20 +48,20 @@ def print_longest(rows: Sequence[str], shape: Shape, budget: str, device: torch.
     torch.cuda.set_per_process_memory_fraction(parse_bytes(budget) / total, device)
     for row in rows:
         start = time.perf_counter()
-        found = _longest_of(row, dataclasses.replace(shape, batch=1), device)
+        found = _longest_of(row, dataclasses.replace(shape, batch=1), device, model_name)
         print(f"{row:<12} {found:>8} tokens in {budget} ({time.perf_counter() - start:.0f} s of trying)", flush=True)
         clean_up(device)
 
 
-def _longest_of(row: str, shape: Shape, device: torch.device) -> int:
+def _longest_of(row: str, shape: Shape, device: torch.device, model_name: str) -> int:
     limit = 2**17  # one more, and Inductor would need 64-bit indices for the MLP, which is another compile
-    model = Decoder(dataclasses.replace(shape, tokens=limit), device)
+    model = model_of(model_name, dataclasses.replace(shape, tokens=limit), device)
     call, context = prepare(row, model)
 
     def trains(tokens: int) -> bool:
         torch.cuda.empty_cache()
         try:
-            batch = batch_of(dataclasses.replace(shape, tokens=tokens), device)
+            batch = batch_for(model_name, dataclasses.replace(shape, tokens=tokens), device)
             for tensor in batch:
                 torch._dynamo.mark_dynamic(tensor, 1, min=GRAIN, max=limit)
             stepper(call, context, model, batch)()

@@ -30,7 +30,17 @@ import torch
 
 from benchmarks import checkpoint_length, checkpoint_numerics
 from benchmarks.checkpoint_decoder import Shape, add_shape_arguments, shape_of
-from benchmarks.checkpoint_rows import GRAPH_ROWS, LAYER_ROWS, ROWS, build, clean_up, prepare, serial_offload, stepper
+from benchmarks.checkpoint_rows import (
+    GRAPH_ROWS,
+    LAYER_ROWS,
+    ROWS,
+    batch_for,
+    clean_up,
+    model_of,
+    prepare,
+    serial_offload,
+    stepper,
+)
 from benchmarks.checkpoint_transformers import FAMILIES
 
 GIB = 2**30
@@ -57,7 +67,7 @@ def measure(
 
     on_gpu = device.type == "cuda"
     torch.manual_seed(0)
-    model, batch = build(model_name, shape, device)
+    model, batch = model_of(model_name, shape, device), batch_for(model_name, shape, device)
     step = stepper(*prepare(row, model, budget), model, batch)
     with serial_offload(shape) if row == "serial" else nullcontext():
         first = step()
@@ -149,15 +159,15 @@ def main(arguments: list[str] | None = None) -> None:
     shape, rows = shape_of(given), given.rows.split(",") if given.rows else list(every)
     if unknown := set(rows) - set(ROWS):
         parser.error(f"unknown rows: {', '.join(sorted(unknown))}")
-    if given.model != "decoder" and (given.longest or given.numerics):
-        parser.error("--longest and --numerics are for the decoder")
+    if given.model != "decoder" and given.numerics:
+        parser.error("--numerics is for the decoder")
     if given.budget is None and (given.longest or "budget" in rows):
         parser.error("--longest and the row 'budget' need --budget")
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     print(f"{name}, torch {torch.__version__}, {shape}")
     if given.longest:
-        checkpoint_length.print_longest(rows, shape, given.budget, device)
+        checkpoint_length.print_longest(rows, shape, given.budget, device, given.model)
     elif given.numerics:
         checkpoint_numerics.print_numerics(shape, given.repeats, device)
     else:

@@ -21,11 +21,13 @@ ROWS = (*GRAPH_ROWS, "glue-none", "budget", *LAYER_ROWS)
 Context = Callable[[], AbstractContextManager[Any]]
 
 
-def build(model: str, shape: Shape, device: torch.device) -> tuple[Decoder | LanguageModel, tuple[Tensor, Tensor]]:
-    """A model and what it is called with."""
-    if model == "decoder":
-        return Decoder(shape, device), batch_of(shape, device)
-    return LanguageModel(model, shape, device), tokens_of(shape, device)
+def model_of(name: str, shape: Shape, device: torch.device) -> Decoder | LanguageModel:
+    return Decoder(shape, device) if name == "decoder" else LanguageModel(name, shape, device)
+
+
+def batch_for(name: str, shape: Shape, device: torch.device) -> tuple[Tensor, Tensor]:
+    """What a model is called with."""
+    return batch_of(shape, device) if name == "decoder" else tokens_of(shape, device)
 
 
 def prepare(

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from benchmarks.checkpoint_decoder import Shape
 
 FAMILIES = ("qwen3", "llama")  # transformers' model types
-VOCABULARY = 32000
 
 
 class LanguageModel(nn.Module):
@@ -20,7 +19,7 @@ class LanguageModel(nn.Module):
 
         super().__init__()
         sizes = {
-            "vocab_size": VOCABULARY,
+            "vocab_size": shape.vocabulary,
             "hidden_size": shape.hidden,
             "intermediate_size": shape.intermediate,
             "num_hidden_layers": shape.layers,
@@ -32,7 +31,7 @@ class LanguageModel(nn.Module):
         }
         config = transformers.AutoConfig.for_model(family, **sizes)
         with device:
-            model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         self.model = peft.get_peft_model(model, peft.LoraConfig(r=16, target_modules=["q_proj", "v_proj"]))
         self.model.enable_input_require_grads()
         self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -47,5 +46,5 @@ class LanguageModel(nn.Module):
 
 
 def tokens_of(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor]:
-    ids = torch.randint(0, VOCABULARY, (shape.batch, shape.tokens), device=device)
+    ids = torch.randint(0, shape.vocabulary, (shape.batch, shape.tokens), device=device)
     return ids, ids

@@ -74,6 +74,17 @@ def llama_lora(size: Size, device: str, attention: str) -> Workload:
     return replace(_packed(model, device), model=adapted)
 
 
+def llama_8b_lora(size: Size, device: str, attention: str) -> Workload:
+    """Llama-3.1-8B's shape in bf16, checkpointed, LoRA on all of its linear layers; adapters in bf16, as FSDP2 asks."""
+    import peft
+
+    model = _causal_model("llama_8b", size, device, attention)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    adapters = peft.LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
+    adapted = peft.get_peft_model(model, adapters, autocast_adapter_dtype=False)
+    return replace(_packed(model, device), model=adapted)
+
+
 def gemma3_1b(size: Size, device: str, attention: str) -> Workload:
     """gemma-3-1b's shape in bf16: five layers with a window of 512 for each one without."""
     return _packed(_causal_model("gemma3_text", size, device, attention), device)
@@ -89,6 +100,7 @@ ROWS = {
     "qwen3-bf16": Row(qwen3_bf16),
     "qwen3-autocast": Row(qwen3_autocast),
     "llama-lora": Row(llama_lora),
+    "llama-8b-lora": Row(llama_8b_lora),
     "gemma3-1b": Row(gemma3_1b),
     "gpt-oss": Row(gpt_oss, tokens=2048),
 }
@@ -100,6 +112,7 @@ NAMES = (
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3": dict(zip(NAMES, (151936, 1024, 3072, 28, 16, 8, 128), strict=True)) | {"tie_word_embeddings": True},
     "llama": dict(zip(NAMES, (128256, 2048, 8192, 16, 32, 8, 64), strict=True)) | {"tie_word_embeddings": True},
+    "llama_8b": dict(zip(NAMES, (128256, 4096, 14336, 32, 32, 8, 128), strict=True)) | {"model_type": "llama"},
     "gemma3_text": dict(zip(NAMES, (262144, 1152, 6912, 26, 4, 1, 256), strict=True)) | {"sliding_window": 512},
     "gpt_oss": dict(zip(NAMES, (201088, 2880, 2880, 4, 64, 8, 64), strict=True)) | {"num_local_experts": 32},
 }

@@ -25,6 +25,21 @@ def dynamo_flags(names: Sequence[str]) -> dict[str, bool]:
     return {name: getattr(torch._dynamo.config, name) for name in names}
 
 
+def ranks_compile_together() -> bool:
+    """Do the ranks of a job tell each other what they trace, once for each frame that is converted?"""
+    is_asked = getattr(torch._dynamo.config, "enable_compiler_collectives", False)
+    return bool(is_asked) and torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def is_piece_for_ddp() -> bool:
+    """Is what is compiled a piece of a graph that DDP has cut for its buckets?
+
+    Its first call is one with fake tensors, and what that returns is what the next piece is compiled for.
+    """
+    context = torch._guards.TracingContext.try_get()
+    return bool(getattr(context, "fakify_first_call", False))
+
+
 def is_compiled(model: Any) -> bool:
     return isinstance(model, torch._dynamo.OptimizedModule) or hasattr(model, "_torchdynamo_orig_callable")
 

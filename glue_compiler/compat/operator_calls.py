@@ -52,6 +52,12 @@ def computes_only(operator: Any) -> bool:
     return is_higher_order(operator) and operator.name() == "flex_attention"
 
 
+def wraps_shard(target: Any) -> bool:
+    """Is it ``DTensor.from_local``? A graph calls it with its mesh, but in 2.11, where the target has it."""
+    module = getattr(target, "__module__", None) or ""
+    return getattr(target, "__name__", "") == "from_local" and module.startswith("torch.distributed.tensor.")
+
+
 @contextlib.contextmanager
 def observed_operators(on_call: OnCall) -> Iterator[None]:
     """Call ``on_call(overload, args, kwargs, result)`` after each operator that Python code dispatches.

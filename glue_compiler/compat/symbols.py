@@ -100,6 +100,20 @@ def replacements_changed(shape_env: Any) -> None:
         shape_env._replacements_version_counter += 1
 
 
+def symbols_version(shape_env: Any) -> Any:
+    """Equal at two times if all expressions read the same at both: no symbol was replaced in between."""
+    if shape_env is None:
+        return None
+    names = ("_version_counter", "_replacements_version_counter")
+    found = [getattr(shape_env, name) for name in names if hasattr(shape_env, name)]
+    return (*found, len(shape_env.replacements)) if found else object()
+
+
+def has_symbols(tensor: torch.Tensor) -> bool:
+    """May a size, a stride or the storage offset be symbolic?"""
+    return getattr(tensor, "_has_symbolic_sizes_strides", True)
+
+
 def upper_bound(expression: Any, shape_env: Any) -> int | None:
     """The value of ``expression`` when the graph was captured, or with unbacked symbols the most it can be, or None."""
     if shape_env is None:

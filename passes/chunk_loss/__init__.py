@@ -6,11 +6,20 @@ from typing import Any, ClassVar
 
 from torch import fx
 
+from glue_compiler import compat
 from glue_compiler.fx.operators import Operators
 from glue_compiler.fx.value_numbering import number_values
 from glue_compiler.graph_pass import GraphPass, Numerics, PassContext, PassResult
 from glue_compiler.passes.chunk_loss.analysis import Settings, may_have_losses, plan_losses
 from glue_compiler.passes.chunk_loss.write import apply_plan
+
+
+def _why_logits_are_kept(context: PassContext) -> str | None:
+    if context.options.logits == "kept":
+        return "the option says logits='kept'"
+    if compat.is_piece_for_ddp():
+        return "DDP has cut the graph into pieces; torch._dynamo.config.optimize_ddp = False would leave it whole"
+    return None
 
 
 class ChunkLoss(GraphPass):
@@ -30,7 +39,7 @@ class ChunkLoss(GraphPass):
         if not may_have_losses(graph, context.effects):
             return PassResult(changed=False)
         operators = Operators(number_values(graph, context.effects), context.effects)
-        settings = Settings(context.options.logits == "kept", context.shape_env)
+        settings = Settings(_why_logits_are_kept(context), context.shape_env)
         plan = plan_losses(operators.numbering, operators, settings)
         written = ((f"take the losses of {each.head.value.node.name}", each) for each in plan.replacements)
         plan.replacements = list(context.fuel.allowed(written))

@@ -72,9 +72,9 @@ class Plan:
 
 @dataclass(frozen=True)
 class Settings:
-    """``keeps_logits``: graphs that return them are left alone. ``shape_env``: of the graph's symbols."""
+    """``keeps_logits``: why graphs that return them are left alone, or None. ``shape_env``: of the graph's symbols."""
 
-    keeps_logits: bool
+    keeps_logits: str | None
     shape_env: Any
 
 
@@ -218,8 +218,8 @@ def _bytes(head: Head, operators: Operators, shape_env: Any) -> int | None:
 def _require_deferrable(
     head: Head, outputs: list[Output], scope: Scope, operators: Operators, settings: Settings
 ) -> None:
-    if settings.keeps_logits:
-        raise NotALoss("its logits are returned, and the option says logits='kept'")
+    if settings.keeps_logits is not None:
+        raise NotALoss(f"its logits are returned, and {settings.keeps_logits}")
     if scope.parent is not None:
         raise NotALoss("its logits leave a body that is checkpointed, or is called in another way")
     for term in head.terms:
