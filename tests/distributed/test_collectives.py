@@ -130,14 +130,14 @@ def experts(communicate):
 
 
 def layers(communicate):
-    def fn(x, weights):
-        for weight in weights.unbind():
+    def fn(x, *weights):
+        for weight in weights:
             for number in range(12):
                 x = ((x @ weight).sin() + x.cos()) * (1 + number)
             x = communicate(x)
         return x
 
-    return fn, (x(4, 4), x(5, 4, 4, seed=1))
+    return fn, (x(4, 4), *(x(4, 4, seed=1 + layer) for layer in range(5)))
 
 
 def attention(communicate):
