@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from benchmarks.end_to_end_rows import NAMES, SHAPES, Size, Workload, llama_lora, packed_model, qwen3_bf16
+from benchmarks.end_to_end_rows import Size, Workload, llama_lora, packed_model, qwen3_bf16
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,6 @@ def _freeze(model: nn.Module, trains: Callable[[str], bool]) -> None:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trains(name))
 
-
-SHAPES["qwen3_8b"] = dict(zip(NAMES, (151936, 4096, 12288, 36, 32, 8, 128), strict=True)) | {"model_type": "qwen3"}
-SHAPES["qwen3_moe"] = dict(zip(NAMES, (151936, 2048, 6144, 48, 32, 4, 128), strict=True)) | {
-    "moe_intermediate_size": 768,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-}
 
 ROWS = {
     "qwen3": Row(qwen3_bf16),

@@ -8,16 +8,22 @@ all totals are the same, so torch compiles for that size; then they vary, and it
 are timed, in the same process. All variants of all rows compile side by side, each in its own process, and are timed
 one after the other as soon as nothing compiles any more, or ``--limit`` is over; what is not ready then is left out.
 
-The table at the end has, for each variant: milliseconds of a step with the fixed total; microseconds for a token, with
-the fixed total and with totals that vary, and their ratio; graphs that were compiled, glue's warnings, memory, and the
-seconds until both compiles were done. ``flex`` is Inductor with transformers' flex_attention, the others have sdpa.
-``glue-torch`` takes no kernels of other packages. ``liger`` is eager, the model patched by Liger's kernels (package
-``liger-kernel``), its loss without logits among them. A variant that ends in ``-layers`` compiles each decoder layer by
-itself (``layer.compile(...)``), as FSDP2 recipes do; masks, rotary tables and the loss are eager then, and equal layers
-share their graphs.
+A step is forward, backward, clipping of the gradients and AdamW. The table at the end has, for each variant: the
+median, best and worst milliseconds of a step with the fixed total, tokens per second and the share of what the card
+does in one large product; microseconds for a token with totals that vary, and the ratio to that with the fixed one;
+graphs that were compiled, glue's warnings, memory; seconds of the first step, caches empty, of a first step with full
+ones (``--warm``, one variant after the other), and until both compiles were done; the last loss.
+
+Variants: ``flex`` is Inductor with transformers' flex_attention, ``fa2`` and ``fa4`` with its flash_attention_2 and 4,
+where those are installed; the others have sdpa. ``glue-torch`` takes no kernels of other packages, ``glue-shared`` compiles
+repeated layers once. ``glue-none`` makes no rewrite, and ``glue-metadata``, ``glue-attention``, ``glue-experts`` and
+``glue-loss`` make that one alone. ``liger`` is eager, the model patched by Liger's kernels (package ``liger-kernel``),
+its loss without logits among them. A variant that ends in ``-layers`` compiles each decoder layer by itself
+(``layer.compile(...)``), as FSDP2 recipes do; masks, rotary tables and the loss are eager then, and equal layers share
+their graphs.
 
 All that is compared is on the device at once: rows of billions of weights need a run of their own (``gpt-oss``: 26 GiB
-for each variant, while it waits).
+for each variant, while it waits; ``qwen3-14b-lora`` and ``qwen3-moe`` 28 to 60).
 
 On a CPU sizes are tiny, to test the code: ``--device cpu --compiler aot_eager``.
 """
@@ -25,67 +31,44 @@ On a CPU sizes are tiny, to test the code: ``--device cpu --compiler aot_eager``
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
 import statistics
+import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
 
+from benchmarks.end_to_end_flops import peak_flops, step_flops
 from benchmarks.end_to_end_rows import ROWS, Size
+from benchmarks.end_to_end_variants import VARIANTS
 
 DEFAULT_ROWS = ("qwen3-bf16", "qwen3-autocast")
 DEFAULT_VARIANTS = ("glue", "inductor", "flex", "eager")
 """In the order in which they start, those that compile fastest first."""
 COLUMNS = {
     "fixed_ms": "step ms",
-    "fixed_us": "fixed us/token",
+    "best_ms": "best",
+    "worst_ms": "worst",
+    "tokens_s": "tokens/s",
+    "of_peak": "of peak",
     "varying_us": "varying us/token",
     "ratio": "ratio",
     "graphs": "graphs",
     "warnings": "warnings",
     "peak_gib": "GiB",
+    "first_s": "first s",
+    "warm_s": "warm s",
     "ready_s": "ready s",
     "loss": "last loss",
-}
-
-
-@dataclass(frozen=True)
-class Variant:
-    """What compiles a row, and what it compiles.
-
-    Attributes:
-        compiler: "glue", "inductor" or, for eager, None.
-        attention: transformers' name for it.
-        by_layers: each decoder layer by itself; what is around the layers stays eager.
-        kernels: glue's option.
-        is_patched: by Liger.
-    """
-
-    compiler: str | None
-    attention: str = "sdpa"
-    by_layers: bool = False
-    kernels: str = "all"
-    is_patched: bool = False
-
-
-VARIANTS = {
-    "glue": Variant("glue"),
-    "inductor": Variant("inductor"),
-    "flex": Variant("inductor", "flex_attention"),
-    "eager": Variant(None),
-    "liger": Variant(None, is_patched=True),
-    "glue-torch": Variant("glue", kernels="torch"),
-    "glue-layers": Variant("glue", by_layers=True),
-    "inductor-layers": Variant("inductor", by_layers=True),
-    "flex-layers": Variant("inductor", "flex_attention", by_layers=True),
 }
 
 
@@ -97,6 +80,7 @@ class Timed:
     seconds: float
     tokens: int
     loss: float
+    flops: float
 
 
 class Trainer:
@@ -107,20 +91,9 @@ class Trainer:
         self.size, self.device = size, device
         how = VARIANTS[variant]
         self.workload = ROWS[row].build(size, device, how.attention)
-        self.call = self.workload.model
-        if how.is_patched:
-            _patch_by_liger(self.call)
-        if how.compiler is not None:
-            settings: dict[str, Any] = {"backend": compiler}
-            if how.compiler == "glue":
-                settings = {"backend": "glue", "options": {"compiler": compiler, "kernels": how.kernels}}
-            if how.by_layers:
-                for layer in self.workload.layers:
-                    layer.compile(**settings)
-            else:
-                self.call = torch.compile(self.call, **settings)
-        trained = [weight for weight in self.workload.model.parameters() if weight.requires_grad]
-        self.optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
+        self.call = how.compiled(self.workload, compiler)
+        self.trained = [weight for weight in self.workload.model.parameters() if weight.requires_grad]
+        self.optimizer = torch.optim.AdamW(self.trained, lr=1e-5, fused=True)
         self.generator = torch.Generator().manual_seed(0)
 
     def steps(self, number: int, varies: bool) -> Iterator[Timed]:
@@ -134,20 +107,16 @@ class Trainer:
             with self.workload.around():
                 loss = self.call(**batch).loss
             loss.backward()
+            torch.nn.utils.clip_grad_norm_(self.trained, 1.0)
             self.optimizer.step()
             self.optimizer.zero_grad()
             self.wait()
-            yield Timed(time.perf_counter() - start, tokens, loss.item())
+            seconds = time.perf_counter() - start
+            yield Timed(seconds, tokens, loss.item(), step_flops(self.workload, batch["position_ids"].cpu()))
 
     def wait(self) -> None:
         if self.device == "cuda":
             torch.cuda.synchronize()
-
-
-def _patch_by_liger(model: Any) -> None:
-    from liger_kernel.transformers import _apply_liger_kernel_to_instance
-
-    _apply_liger_kernel_to_instance(model.get_base_model() if hasattr(model, "get_base_model") else model)
 
 
 @dataclass(frozen=True)
@@ -161,22 +130,25 @@ class Schedule:
     """Whether totals vary, of the kinds of batches in their order."""
 
 
-def measure(connection: Connection, schedule: Schedule, *which: Any) -> None:
+def measure(connection: Connection, schedule: Schedule, caches: str, *which: Any) -> None:
     """Compile, say so, wait, then time the steps and send the result; of a failure its text."""
     from glue_compiler.errors import GlueWarning
 
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = caches
     torch.set_float32_matmul_precision("high")
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             start = time.perf_counter()
             trainer = Trainer(*which)
-            for varies in schedule.kinds:
+            first = next(trainer.steps(1, False)).seconds
+            list(trainer.steps(schedule.compiling - 1, False))
+            for varies in schedule.kinds[1:]:
                 list(trainer.steps(schedule.compiling, varies))
             ready = time.perf_counter() - start
             if trainer.device == "cuda":
                 torch.cuda.empty_cache()  # for the others
-            connection.send(f"ready after {ready:.0f} s")
+            connection.send({"first_s": first, "ready_s": ready})
             connection.recv()
             if trainer.device == "cuda":
                 torch.cuda.reset_peak_memory_stats()
@@ -184,26 +156,43 @@ def measure(connection: Connection, schedule: Schedule, *which: Any) -> None:
             for varies in schedule.kinds:
                 list(trainer.steps(schedule.warm_up, varies))
                 times[varies] = list(trainer.steps(schedule.timed, varies))
-        peak = torch.cuda.max_memory_allocated() / 2**30 if trainer.device == "cuda" else 0.0
-        per_token = [statistics.median(t.seconds / t.tokens * 1e6 for t in times[kind]) for kind in schedule.kinds]
-        fixed, varying = per_token[0], per_token[1] if len(per_token) > 1 else float("nan")
+        of_glue = [each for each in caught if issubclass(each.category, GlueWarning)]
         connection.send(
             {
-                "fixed_ms": statistics.median(t.seconds for t in times[False]) * 1e3,
-                "fixed_us": fixed,
-                "varying_us": varying,
-                "ratio": varying / fixed,
+                **numbers_of(times[False], times.get(True, [])),
                 "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
-                "warnings": sum(issubclass(each.category, GlueWarning) for each in caught),
-                "peak_gib": peak,
-                "ready_s": ready,
-                "loss": times[schedule.kinds[-1]][-1].loss,
-                "messages": [str(each.message) for each in caught if issubclass(each.category, GlueWarning)],
+                "warnings": len(of_glue),
+                "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if trainer.device == "cuda" else 0.0,
+                "messages": [str(each.message) for each in of_glue],
             }
         )
     except Exception as error:
         failed = f"{type(error).__name__}: {str(error)[:300]}"
         connection.send({"failed": failed, "trace": traceback.format_exc()[-1500:]})
+
+
+def measure_first(connection: Connection, caches: str, *which: Any) -> None:
+    """Seconds of a first step that finds the caches filled."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = caches
+    torch.set_float32_matmul_precision("high")
+    connection.send(next(Trainer(*which).steps(1, False)).seconds)
+
+
+def numbers_of(fixed: list[Timed], varying: list[Timed]) -> dict[str, float]:
+    """Of steps with the fixed total, and of those with totals that vary, if there were some."""
+    seconds = statistics.median(step.seconds for step in fixed)
+    of_token = statistics.median(step.seconds / step.tokens for step in fixed)
+    of_token_varying = statistics.median(step.seconds / step.tokens for step in varying) if varying else float("nan")
+    return {
+        "fixed_ms": seconds * 1e3,
+        "best_ms": min(step.seconds for step in fixed) * 1e3,
+        "worst_ms": max(step.seconds for step in fixed) * 1e3,
+        "tokens_s": 1 / of_token,
+        "flops_s": statistics.median(step.flops / step.seconds for step in fixed),
+        "varying_us": of_token_varying * 1e6,
+        "ratio": of_token_varying / of_token,
+        "loss": (varying or fixed)[-1].loss,
+    }
 
 
 # -- all of them
@@ -213,6 +202,7 @@ def measure(connection: Connection, schedule: Schedule, *which: Any) -> None:
 class Running:
     row: str
     variant: str
+    which: tuple[Any, ...]
     process: multiprocessing.process.BaseProcess
     pipe: Connection
     is_ready: bool = False
@@ -229,20 +219,16 @@ class Running:
             return {"failed": "the process ended"}
 
 
-def run_all(rows: list[str], variants: list[str], arguments: argparse.Namespace) -> list[Running]:
+def run_all(rows: list[str], variants: list[str], arguments: argparse.Namespace, caches: str) -> list[Running]:
     """Start everything, wait until all have compiled or the limit is over, time one after the other."""
-    context = multiprocessing.get_context("spawn")
     start = time.monotonic()
     found = []
     for variant in variants:
         for row in rows:
-            ours, theirs = context.Pipe()
             which = (row, variant, size_of(row, arguments), arguments.device, arguments.compiler)
             schedule = Schedule(timed=arguments.steps, kinds=(False,) if arguments.fixed else (False, True))
-            process = context.Process(target=measure, args=(theirs, schedule, *which))
-            process.start()
-            theirs.close()
-            found.append(Running(row, variant, process, ours))
+            process, pipe = _started(measure, schedule, f"{caches}/{row} {variant}", *which)
+            found.append(Running(row, variant, which, process, pipe))
     while waiting := [each for each in found if not each.is_ready and each.result is None]:
         left = start + arguments.limit - time.monotonic()
         ready = {id(pipe) for pipe in wait([each.pipe for each in waiting], max(0.0, left))}
@@ -257,19 +243,41 @@ def run_all(rows: list[str], variants: list[str], arguments: argparse.Namespace)
     for each in found:
         if each.is_ready:
             each.pipe.send(None)
-            each.result = each.receive(arguments.limit)
+            each.result = {**(each.result or {}), **each.receive(arguments.limit)}
             _end(each)
             print(json.dumps({"row": each.row, "variant": each.variant, **each.result}), flush=True)
+    if arguments.warm:
+        for each in found:
+            if "failed" not in (each.result or {}):
+                _measure_warm(each, caches, arguments.limit)
     return found
 
 
+def _started(function: Callable[..., None], *arguments: Any) -> tuple[Any, Connection]:
+    """A process that runs ``function(connection, *arguments)``, and the other end of the connection."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=function, args=(theirs, *arguments))
+    process.start()
+    theirs.close()
+    return process, ours
+
+
+def _measure_warm(each: Running, caches: str, limit: float) -> None:
+    """With the device to itself."""
+    process, pipe = _started(measure_first, f"{caches}/{each.row} {each.variant}", *each.which)
+    with contextlib.suppress(EOFError):
+        if each.result is not None and pipe.poll(limit):
+            each.result["warm_s"] = pipe.recv()
+    process.terminate()
+    process.join()
+
+
 def _note(each: Running, message: Any, seconds: float) -> None:
-    if isinstance(message, dict):
-        each.result = message
-        message = message.get("trace", message["failed"])
-    else:
-        each.is_ready = True
-    print(f"[{seconds:4.0f} s] {each.name}: {message}", flush=True)
+    each.result = message
+    each.is_ready = "failed" not in message
+    text = f"ready after {message['ready_s']:.0f} s" if each.is_ready else message.get("trace", message["failed"])
+    print(f"[{seconds:4.0f} s] {each.name}: {text}", flush=True)
 
 
 def _end(each: Running) -> None:
@@ -282,18 +290,25 @@ def print_table(found: list[Running]) -> None:
     print(f"\n| | | {' | '.join(COLUMNS.values())} |\n|---|---|{'---|' * len(COLUMNS)}")
     for each in sorted(found, key=lambda each: each.row):
         result = each.result or {}
-        cells = [_cell(result[name]) for name in COLUMNS] if "ratio" in result else [str(result.get("failed"))]
+        cells = [_cell(result.get(name)) for name in COLUMNS] if "ratio" in result else [str(result.get("failed"))]
         print(f"| {each.row} | {each.variant} | {' | '.join(cells)} |", flush=True)
 
 
-def _cell(value: float) -> str:
-    return str(value) if isinstance(value, int) else f"{value:.4g}"
+def _cell(value: float | None) -> str:
+    if value is None or value != value:
+        return ""
+    return str(value) if isinstance(value, int) else f"{value:.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 def size_of(row: str, arguments: argparse.Namespace) -> Size:
     is_tiny = arguments.device != "cuda"
     tokens = arguments.tokens or (256 if is_tiny else ROWS[row].tokens)
-    return Size(tokens, arguments.least or tokens * 6000 // 8192, arguments.layers, is_tiny)
+    return Size(
+        tokens,
+        arguments.least or tokens * 6000 // 8192,
+        arguments.layers or (None if is_tiny else ROWS[row].layers),
+        is_tiny,
+    )
 
 
 def main() -> None:
@@ -306,6 +321,7 @@ def main() -> None:
     parser.add_argument("--least", type=int, help="the least total of those that vary; 6000 of 8192 by default")
     parser.add_argument("--fixed", action="store_true", help="without totals that vary: one compile instead of two")
     parser.add_argument("--layers", type=int)
+    parser.add_argument("--warm", action="store_true", help="then a first step of each with its caches filled")
     parser.add_argument("--steps", type=int, default=10, help="timed, for each of the two kinds of totals")
     parser.add_argument("--limit", type=float, default=290, help="seconds for all compiles together")
     parser.add_argument("--compiler", default="inductor", choices=("inductor", "aot_eager"))
@@ -322,7 +338,14 @@ def main() -> None:
         sep="\n",
         flush=True,
     )
-    found = run_all(rows, arguments.variants.split(","), arguments)
+    with tempfile.TemporaryDirectory() as caches:
+        found = run_all(rows, arguments.variants.split(","), arguments, caches)
+    if arguments.device == "cuda":
+        peak = peak_flops(arguments.device)
+        print(f"peak of a product: {peak / 1e12:.0f} TFLOP/s")
+        for each in found:
+            if each.result and "flops_s" in each.result:
+                each.result["of_peak"] = each.result["flops_s"] / peak
     print_table(found)
     if arguments.json:
         with open(arguments.json, "w") as file:

@@ -36,20 +36,28 @@ class Workload:
         layers: the decoder layers, for variants that compile each by itself.
         batch: a batch of so many tokens; a generator draws its documents.
         around: the context of each forward.
+        config: of the model, as transformers has it.
     """
 
     model: nn.Module
     layers: nn.ModuleList
     batch: Callable[[int, torch.Generator], dict[str, Tensor]]
+    config: Any
     around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 
 
 @dataclass(frozen=True)
 class Row:
-    """``build``: (size, device, transformers' name for the attention) → what is trained, with ``tokens`` by default."""
+    """What is measured by default.
+
+    Attributes:
+        build: (size, device, transformers' name for the attention) → what is trained.
+        layers: None: all that the published model has.
+    """
 
     build: Callable[[Size, str, str], Workload]
     tokens: int = 8192
+    layers: int | None = None
 
 
 def qwen3_bf16(size: Size, device: str, attention: str) -> Workload:
@@ -74,11 +82,11 @@ def llama_lora(size: Size, device: str, attention: str) -> Workload:
     return replace(_packed(model, device), model=adapted)
 
 
-def llama_8b_lora(size: Size, device: str, attention: str) -> Workload:
-    """Llama-3.1-8B's shape in bf16, checkpointed, LoRA on all of its linear layers; adapters in bf16, as FSDP2 asks."""
+def large_lora(family: str, size: Size, device: str, attention: str) -> Workload:
+    """A model in bf16, checkpointed, LoRA on all of its linear layers; adapters in bf16, as FSDP2 asks."""
     import peft
 
-    model = _causal_model("llama_8b", size, device, attention)
+    model = _causal_model(family, size, device, attention)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     adapters = peft.LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
     adapted = peft.get_peft_model(model, adapters, autocast_adapter_dtype=False)
@@ -90,8 +98,13 @@ def gemma3_1b(size: Size, device: str, attention: str) -> Workload:
     return _packed(_causal_model("gemma3_text", size, device, attention), device)
 
 
+def qwen3_moe(size: Size, device: str, attention: str) -> Workload:
+    """Qwen3-30B-A3B's shape in bf16: 128 experts, of which a token has eight."""
+    return _packed(_causal_model("qwen3_moe", size, device, attention), device)
+
+
 def gpt_oss(size: Size, device: str, attention: str) -> Workload:
-    """Four layers of gpt-oss-20b's shape in bf16. transformers writes its attention out where others have sdpa."""
+    """gpt-oss-20b's shape in bf16. transformers writes its attention out where others have sdpa."""
     written = "eager" if attention == "sdpa" else attention
     return _packed(_causal_model("gpt_oss", size, device, written), device)
 
@@ -100,9 +113,12 @@ ROWS = {
     "qwen3-bf16": Row(qwen3_bf16),
     "qwen3-autocast": Row(qwen3_autocast),
     "llama-lora": Row(llama_lora),
-    "llama-8b-lora": Row(llama_8b_lora),
+    "llama-8b-lora": Row(partial(large_lora, "llama_8b")),
+    "qwen3-8b-lora": Row(partial(large_lora, "qwen3_8b"), tokens=16384),
+    "qwen3-14b-lora": Row(partial(large_lora, "qwen3_14b"), tokens=32768),
     "gemma3-1b": Row(gemma3_1b),
-    "gpt-oss": Row(gpt_oss, tokens=2048),
+    "gpt-oss": Row(gpt_oss, tokens=2048, layers=4),
+    "qwen3-moe": Row(qwen3_moe, layers=4),
 }
 
 NAMES = (
@@ -113,10 +129,14 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3": dict(zip(NAMES, (151936, 1024, 3072, 28, 16, 8, 128), strict=True)) | {"tie_word_embeddings": True},
     "llama": dict(zip(NAMES, (128256, 2048, 8192, 16, 32, 8, 64), strict=True)) | {"tie_word_embeddings": True},
     "llama_8b": dict(zip(NAMES, (128256, 4096, 14336, 32, 32, 8, 128), strict=True)) | {"model_type": "llama"},
+    "qwen3_8b": dict(zip(NAMES, (151936, 4096, 12288, 36, 32, 8, 128), strict=True)) | {"model_type": "qwen3"},
+    "qwen3_14b": dict(zip(NAMES, (151936, 5120, 17408, 40, 40, 8, 128), strict=True)) | {"model_type": "qwen3"},
     "gemma3_text": dict(zip(NAMES, (262144, 1152, 6912, 26, 4, 1, 256), strict=True)) | {"sliding_window": 512},
-    "gpt_oss": dict(zip(NAMES, (201088, 2880, 2880, 4, 64, 8, 64), strict=True)) | {"num_local_experts": 32},
+    "gpt_oss": dict(zip(NAMES, (201088, 2880, 2880, 24, 64, 8, 64), strict=True)) | {"num_local_experts": 32},
+    "qwen3_moe": dict(zip(NAMES, (151936, 2048, 6144, 48, 32, 4, 128), strict=True))
+    | {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8},
 }
-"""By transformers' type of model."""
+"""By transformers' type of model, or with it."""
 TINY = dict(zip(NAMES, (256, 64, 96, 2, 4, 2, 16), strict=True))
 TINY_TOO: dict[str, dict[str, Any]] = {
     "gemma3_text": {"sliding_window": 32, "sliding_window_pattern": 2},
@@ -155,4 +175,4 @@ def _packed(model: Any, device: str) -> Workload:
         made = {"input_ids": ids, "position_ids": positions, "labels": ids.masked_fill(positions == 0, -100)}
         return {name: tensor.to(device) for name, tensor in made.items()}
 
-    return Workload(model, model.model.layers, batch)
+    return Workload(model, model.model.layers, batch, model.config)

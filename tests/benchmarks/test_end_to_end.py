@@ -5,20 +5,26 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 pytest.importorskip("transformers")
 
-from benchmarks.end_to_end import ROWS, VARIANTS, Running, Size, Trainer, print_table, size_of
+from benchmarks.end_to_end import COLUMNS, Running, Timed, Trainer, numbers_of, print_table, size_of
+from benchmarks.end_to_end_flops import step_flops
+from benchmarks.end_to_end_rows import ROWS, Size
+from benchmarks.end_to_end_variants import VARIANTS
 
 TINY = Size(tokens=160, least=130, layers=None, is_tiny=True)
-FULL = Size(tokens=8192, least=6000, layers=None, is_tiny=False)
 WEIGHTS = {
     "qwen3-bf16": (596_049_920, 596_049_920),
     "qwen3-autocast": (596_049_920, 596_049_920),
     "llama-lora": (1_235_814_400 + 3_407_872, 3_407_872),
     "llama-8b-lora": (8_030_261_248 + 41_943_040, 41_943_040),
     "gemma3-1b": (999_885_952, 999_885_952),
+    "qwen3-8b-lora": (8_190_735_360 + 43_646_976, 43_646_976),
+    "qwen3-14b-lora": (14_768_307_200 + 64_225_280, 64_225_280),
     "gpt-oss": (4_451_017_664, 4_451_017_664),  # 4 of 24 layers
+    "qwen3-moe": (3_114_814_464, 3_114_814_464),  # 4 of 48 layers
 }
 """Of a row, and how many of them are trained: as published, but for adapters and layers."""
 
@@ -39,24 +45,24 @@ def test_totals_vary_and_all_rows_see_the_same_batches():
     assert [step.loss for step in one[1]] == pytest.approx([step.loss for step in other[1]], rel=0.01)
 
 
+def of_arguments(**given):
+    return argparse.Namespace(**{"tokens": None, "least": None, "layers": None, "device": "cuda", **given})
+
+
 @pytest.mark.parametrize("row", ROWS)
 def test_a_row_has_the_shape_that_it_names(row):
     if row.endswith("-lora"):
         pytest.importorskip("peft")
-    model = ROWS[row].build(FULL, "meta", "sdpa").model
+    model = ROWS[row].build(size_of(row, of_arguments()), "meta", "sdpa").model
     weights = [(weight.numel(), weight.requires_grad) for weight in model.parameters()]
     found = sum(size for size, _ in weights), sum(size for size, trained in weights if trained)
     assert found == WEIGHTS[row]
 
 
-def of_arguments(**given):
-    return argparse.Namespace(**{"tokens": None, "least": None, "layers": None, "device": "cuda", **given})
-
-
 def test_a_row_names_its_own_number_of_tokens():
     assert size_of("qwen3-bf16", of_arguments()) == Size(8192, 6000, None, False)
     assert size_of("gpt-oss", of_arguments(layers=2)) == Size(2048, 1500, 2, False)
-    assert size_of("gpt-oss", of_arguments(tokens=1024, least=64)) == Size(1024, 64, None, False)
+    assert size_of("gpt-oss", of_arguments(tokens=1024, least=64)) == Size(1024, 64, 4, False)
 
 
 @pytest.mark.slow
@@ -75,7 +81,10 @@ def test_layers_compiled_one_by_one_train_as_eager_does(row):
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2, variant  # that all layers share
 
 
-@pytest.mark.parametrize("variant", [name for name, each in VARIANTS.items() if each.compiler])
+HERE = [name for name, each in VARIANTS.items() if each.compiler and not each.attention.startswith("flash")]
+
+
+@pytest.mark.parametrize("variant", HERE)
 def test_a_variant_compiles_the_model_or_each_of_its_layers(variant):
     trainer = Trainer("qwen3-bf16", variant, TINY, "cpu", "aot_eager")
     by_layers = variant.endswith("-layers")
@@ -86,12 +95,55 @@ def test_a_variant_compiles_the_model_or_each_of_its_layers(variant):
 
 
 def test_a_variant_that_fails_has_its_reason_in_the_table(capsys):
-    results = [
-        {"failed": "RuntimeError: no such kernel"},
-        dict.fromkeys(("fixed_ms", "fixed_us", "varying_us", "ratio", "peak_gib", "ready_s", "loss"), 1.25)
-        | {"graphs": 2, "warnings": 0},
-    ]
-    print_table([Running("row", f"variant {i}", mock.Mock(), mock.Mock(), True, r) for i, r in enumerate(results)])
+    numbers = dict.fromkeys(COLUMNS, 1.25) | {"graphs": 2, "warm_s": float("nan")}
+    del numbers["of_peak"]  # as on a CPU
+    results = [{"failed": "RuntimeError: no such kernel"}, numbers]
+    names = ("row", "variant 0"), ("row", "variant 1")
+    print_table([Running(*name, (), mock.Mock(), mock.Mock(), True, r) for name, r in zip(names, results, strict=True)])
     lines = capsys.readouterr().out.splitlines()
     assert "no such kernel" in lines[-2]
-    assert lines[-1] == "| row | variant 1 | 1.25 | 1.25 | 1.25 | 1.25 | 2 | 0 | 1.25 | 1.25 | 1.25 |"
+    cells = dict(zip(COLUMNS, lines[-1].split(" | ")[2:], strict=True))
+    assert (cells["fixed_ms"], cells["graphs"], cells["of_peak"], cells["warm_s"]) == ("1.25", "2", "", "")
+
+
+def test_numbers_are_of_the_middle_step_and_of_the_last_loss():
+    def timed(seconds, tokens):
+        return Timed(seconds, tokens, loss=seconds, flops=100.0)
+
+    numbers = numbers_of([timed(2.0, 10), timed(8.0, 10), timed(4.0, 10)], [timed(1.0, 10), timed(1.0, 5)])
+    assert (numbers["fixed_ms"], numbers["best_ms"], numbers["worst_ms"]) == (4000, 2000, 8000)
+    assert (numbers["tokens_s"], numbers["flops_s"], numbers["loss"]) == (2.5, 25.0, 1.0)
+    assert numbers["ratio"] == pytest.approx(0.15 / 0.4)
+    assert numbers_of([timed(2.0, 10)], [])["loss"] == 2.0
+
+
+@pytest.mark.parametrize("row", ["qwen3-bf16", "llama-lora", "gemma3-1b"])
+def test_operations_are_those_of_a_step_of_one_document(row):
+    """torch counts them while the step runs: with all pairs of a query and a key, and what is computed again."""
+    if row.endswith("-lora"):
+        pytest.importorskip("peft")
+    tokens = 24  # shorter than the window
+    workload = ROWS[row].build(TINY, "cpu", "eager")
+    for module in workload.model.modules():
+        if hasattr(module, "gradient_checkpointing"):
+            module.gradient_checkpointing = False
+    if row.endswith("-lora"):  # so that the first layer's input has a gradient, as is usually counted
+        workload.model.enable_input_require_grads()
+    ids = torch.randint(256, (1, tokens))
+    with FlopCounterMode(display=False) as counted:
+        workload.model(input_ids=ids, labels=ids).loss.backward()
+    config = workload.config
+    unseen = tokens * (tokens - 1) // 2
+    heads = config.num_attention_heads * config.head_dim * config.num_hidden_layers
+    expected = counted.get_total_flops() - 3 * 2 * 2 * heads * unseen
+    assert step_flops(workload, torch.arange(tokens)[None]) == pytest.approx(expected, rel=0.02)
+
+
+def test_operations_of_attention_are_those_that_documents_and_windows_show():
+    workload = ROWS["gemma3-1b"].build(TINY, "meta", "sdpa")
+    config = workload.config
+    one, two = (step_flops(workload, positions[None]) for positions in (torch.arange(64), torch.arange(64) % 32))
+    pair = 3 * 2 * 2 * config.num_attention_heads * config.head_dim
+    assert config.layer_types == ["sliding_attention", "full_attention"]
+    # Of 64 tokens a window of 32 shows 32 * 33 / 2 + 32 * 32, and no window shows 64 * 65 / 2.
+    assert one - two == pair * ((528 + 1024 + 2080) - 2 * (528 + 528))

@@ -1,0 +1,77 @@
+"""What compiles the rows of benchmarks.end_to_end: glue, whole or rewrite by rewrite, and what there is beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from benchmarks.end_to_end_rows import Workload
+from glue_compiler import registry
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What compiles a row, and what it compiles.
+
+    Attributes:
+        compiler: "glue", "inductor" or, for eager, None.
+        attention: transformers' name for it.
+        by_layers: each decoder layer by itself; what is around the layers stays eager.
+        options: glue's.
+        is_patched: by Liger.
+    """
+
+    compiler: str | None
+    attention: str = "sdpa"
+    by_layers: bool = False
+    options: tuple[tuple[str, Any], ...] = ()
+    is_patched: bool = False
+
+    def compiled(self, workload: Workload, compiler: str) -> Any:
+        """What is called in a step; ``compiler`` is what stands behind glue, or is compared with it."""
+        if self.is_patched:
+            _patch_by_liger(workload.model)
+        if self.compiler is None:
+            return workload.model
+        how: dict[str, Any] = {"backend": compiler}
+        if self.compiler == "glue":
+            how = {"backend": "glue", "options": {"compiler": compiler, **dict(self.options)}}
+        if not self.by_layers:
+            return torch.compile(workload.model, **how)
+        for layer in workload.layers:
+            layer.compile(**how)
+        return workload.model
+
+
+def _patch_by_liger(model: Any) -> None:
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+    _apply_liger_kernel_to_instance(model.get_base_model() if hasattr(model, "get_base_model") else model)
+
+
+def _glue_with(*names: str) -> Variant:
+    """glue with these passes alone."""
+    return Variant("glue", options=(("passes", {each.name: each.name in names for each in registry.all_passes()}),))
+
+
+VARIANTS = {
+    "glue": Variant("glue"),
+    "inductor": Variant("inductor"),
+    "flex": Variant("inductor", "flex_attention"),
+    "eager": Variant(None),
+    "liger": Variant(None, is_patched=True),
+    "fa2": Variant("inductor", "flash_attention_2"),
+    "fa4": Variant("inductor", "flash_attention_4"),
+    "glue-torch": Variant("glue", options=(("kernels", "torch"),)),
+    "glue-shared": Variant("glue", options=(("passes", {"share_layers": True}),)),
+    "glue-layers": Variant("glue", by_layers=True),
+    "inductor-layers": Variant("inductor", by_layers=True),
+    "flex-layers": Variant("inductor", "flex_attention", by_layers=True),
+    "glue-none": _glue_with(),
+    "glue-metadata": _glue_with("hoist_metadata", "memoize_metadata"),
+    "glue-attention": _glue_with("specialize_attention"),
+    "glue-experts": _glue_with("group_experts"),
+    "glue-loss": _glue_with("chunk_loss"),
+}
