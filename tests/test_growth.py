@@ -11,6 +11,7 @@ from glue_compiler.options import GlueOptions
 from glue_compiler.pipeline import Pipeline
 from glue_compiler.testing import capture
 from tests.passes.share_layers.models import Layers, ids, layers
+from tests.slow import slow_but
 
 
 def calls_of(run):
@@ -30,7 +31,7 @@ def passes_of(count, stage):
     return calls_of(lambda: pipeline.run_pair(graph, on_pairs))
 
 
-@pytest.mark.parametrize("stage", [Stage.CAPTURED, Stage.PARTITIONED])
+@pytest.mark.parametrize("stage", slow_but((Stage.CAPTURED,), [Stage.CAPTURED, Stage.PARTITIONED]))
 @pytest.mark.parametrize("count", [8, pytest.param(16, marks=pytest.mark.slow)])
 def test_four_times_the_layers_take_four_times_as_long(stage, count):
     passes_of(4, stage)  # what is done once in a process

@@ -119,7 +119,7 @@ def layers_of(kind, count=5):
     return model, layers
 
 
-@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("compiler", slow_but(("aot_eager",), ["aot_eager", "inductor"]))
 @pytest.mark.parametrize("kind", [CheckpointInside, Scaled])
 def test_layers_with_the_checkpoint_inside_of_what_is_compiled(copies, kind, compiler):
     """transformers 5.23 (not 5.17) checkpoints in a layer's forward, so that a compiled layer contains it."""
@@ -299,6 +299,7 @@ SAVED_OUTPUTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(("of compiled layers",), SAVED_OUTPUTS))
 def test_a_forward_without_backward_leaves_none_of_its_graph(name):
     """A node that saves its own output must not hold it as the program does, with its way back to the node."""

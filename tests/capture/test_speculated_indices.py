@@ -6,6 +6,7 @@ import torch
 from tests import versions
 from tests.capture.speculated_loops import SEEN, check, over_hits
 from tests.passes.group_experts.loops import EXPERTS
+from tests.slow import one_in
 
 
 def counts_in_bytes(state, expert):
@@ -81,14 +82,14 @@ INDEX_TROUBLE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("touch", INDEX_TROUBLE, ids=lambda touch: touch.__name__)
+@pytest.mark.parametrize("touch", one_in(3, INDEX_TROUBLE), ids=lambda touch: touch.__name__)
 def test_a_hit_is_only_an_index(touch):
     check(over_hits(touch), grouped=False)
 
 
 @pytest.mark.parametrize(
     "touch",
-    [takes_the_number, compares, indexes_a_list, is_a_tensor, finds_by_identity, asks_for_the_type],
+    one_in(3, [takes_the_number, compares, indexes_a_list, is_a_tensor, finds_by_identity, asks_for_the_type]),
     ids=lambda touch: touch.__name__,
 )
 def test_a_hit_may_be_asked_for_its_number(touch):

@@ -23,6 +23,7 @@ from tests.capture.speculated_loops import (
     writes_a_global_in_a_helper,
 )
 from tests.captured import compile_with_glue
+from tests.slow import one_in
 
 
 def sets_an_attribute(state, expert):
@@ -312,14 +313,14 @@ def skip_what_torch_loses(touch):
         lost[touch].skip()
 
 
-@pytest.mark.parametrize("touch", TROUBLE, ids=lambda touch: touch.__name__)
+@pytest.mark.parametrize("touch", one_in(4, TROUBLE), ids=lambda touch: touch.__name__)
 def test_what_is_not_known_to_be_harmless_is_left_to_dynamo(touch):
     skip_what_torch_loses(touch)
     check(over_hits(touch), grouped=False)
 
 
 # Both kinds of regions are judged by the same code.
-@pytest.mark.parametrize("touch", TROUBLE[::6], ids=lambda touch: touch.__name__)
+@pytest.mark.parametrize("touch", one_in(3, TROUBLE[::6]), ids=lambda touch: touch.__name__)
 def test_neither_is_it_in_a_branch(touch):
     skip_what_torch_loses(touch)
     check(over_all(touch), grouped=False)
@@ -377,7 +378,7 @@ EVERYWHERE = [reads, looks_up, makes_a_list, makes_a_dict, counts_up, calls_help
 
 
 @pytest.mark.parametrize("over", [over_hits, over_all])
-@pytest.mark.parametrize("touch", EVERYWHERE, ids=lambda touch: touch.__name__)
+@pytest.mark.parametrize("touch", one_in(3, EVERYWHERE), ids=lambda touch: touch.__name__)
 def test_what_only_reads_or_is_its_own_is_grouped(over, touch):
     check(over(touch), grouped=True)
 

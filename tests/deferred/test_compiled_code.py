@@ -81,6 +81,7 @@ def _joined(tensors):
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
+@pytest.mark.slow
 def test_inductor_gets_memory_with_values_in_it():
     compiled = torch.compile(_operator, backend="inductor", fullgraph=True)
     for lead in ((2, 5), (2, 6), (2, 7)):  # the second time, sizes are symbols

@@ -125,6 +125,7 @@ def text_model(config_class, model_class, attention, layers=4, **more):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "checkpointing", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "checkpointing"]
 )

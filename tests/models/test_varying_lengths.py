@@ -24,6 +24,7 @@ def assert_all_fired(training, *, compiles, attentions):
     assert training.attentions == [attentions] * compiles
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "attentions", "experts"),
     [

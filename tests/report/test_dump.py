@@ -137,6 +137,7 @@ os.kill(os.getpid(), 9)
     assert len(json.loads((tmp_path / "summary.json").read_text())["graphs"]) == 1
 
 
+@pytest.mark.slow
 def test_the_same_goes_to_torchs_structured_trace(tmp_path):
     script = """
 import torch

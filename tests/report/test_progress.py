@@ -43,6 +43,7 @@ def test_a_short_compile_says_nothing(monkeypatch):
     assert written(monkeypatch, Terminal(), long=10_000) == ""
 
 
+@pytest.mark.slow
 def test_no_line_where_nobody_looks(monkeypatch):
     assert written(monkeypatch, io.StringIO(), long=1) == ""
 

@@ -12,6 +12,7 @@ from tests.passes.chunk_loss.runs import (  # noqa: F401
     rows_and_head,
     small_chunks,
 )
+from tests.slow import one_in
 
 
 def flat(logits):
@@ -170,28 +171,31 @@ def gathered(hidden, weight, target):
 
 @pytest.mark.parametrize(
     ("loss", "reason"),
-    [
-        (largest_is_used, "and not only its place"),
-        (some_classes, "only some of its classes"),
-        (masked_classes, "masked_fill"),
-        (probabilities_as_targets, "probabilities"),
-        (written_logits, "in place"),
-        (halved_in_place, "written in place"),
-        (rows_written_before, "written in place"),
-        (log_probabilities_returned, "log probabilities"),
-        (capped_twice, "capped twice"),
-        (top_tokens, "topk"),
-        (scaled_by_a_tensor, "mul"),
-        (entropy_with_one_factor_detached, "one factor alone"),
-        (total_without_gradient, "sub"),
-        (distilled, "kl_div"),
-        (product_is_used_before_it_is_added, "before they are added up"),
-        (masked_rows, "relu"),
-        (one_product_without_gradients, "and not all, is made where no gradients"),
-        (view_without_gradients, "takes a gradient and passes none on"),
-        (taken_from_the_end, "take_along_dim"),
-        (read_as_the_same_bits, "passes no gradients on"),
-    ],
+    one_in(
+        3,
+        [
+            (largest_is_used, "and not only its place"),
+            (some_classes, "only some of its classes"),
+            (masked_classes, "masked_fill"),
+            (probabilities_as_targets, "probabilities"),
+            (written_logits, "in place"),
+            (halved_in_place, "written in place"),
+            (rows_written_before, "written in place"),
+            (log_probabilities_returned, "log probabilities"),
+            (capped_twice, "capped twice"),
+            (top_tokens, "topk"),
+            (scaled_by_a_tensor, "mul"),
+            (entropy_with_one_factor_detached, "one factor alone"),
+            (total_without_gradient, "sub"),
+            (distilled, "kl_div"),
+            (product_is_used_before_it_is_added, "before they are added up"),
+            (masked_rows, "relu"),
+            (one_product_without_gradients, "and not all, is made where no gradients"),
+            (view_without_gradients, "takes a gradient and passes none on"),
+            (taken_from_the_end, "take_along_dim"),
+            (read_as_the_same_bits, "passes no gradients on"),
+        ],
+    ),
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_it_stays_as_it_is(loss, reason):

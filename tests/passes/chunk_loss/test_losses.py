@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.passes.chunk_loss.runs import CLASSES, check_rewritten, rows_and_head, small_chunks  # noqa: F401
+from tests.slow import one_in
 
 
 def mean(hidden, weight, target):
@@ -101,25 +102,28 @@ LORA = (
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize(
     ("loss", "others"),
-    [
-        (mean, ()),
-        (total, ()),
-        (smoothed, ()),
-        (weighted, ()),
-        (shifted, ()),
-        (shifted_in_hidden_states, ()),
-        (other_ignored, ()),
-        (likelihood, ()),
-        (capped, ()),
-        (scaled, ()),
-        (by_einsum, ()),
-        (with_bias, (BIAS,)),
-        (with_bias_added, (BIAS,)),
-        (adapted, LORA),
-        (picked, ()),
-        (one_row, ()),
-        (of_parts, ()),
-    ],
+    one_in(
+        3,
+        [
+            (mean, ()),
+            (total, ()),
+            (smoothed, ()),
+            (weighted, ()),
+            (shifted, ()),
+            (shifted_in_hidden_states, ()),
+            (other_ignored, ()),
+            (likelihood, ()),
+            (capped, ()),
+            (scaled, ()),
+            (by_einsum, ()),
+            (with_bias, (BIAS,)),
+            (with_bias_added, (BIAS,)),
+            (adapted, LORA),
+            (picked, ()),
+            (one_row, ()),
+            (of_parts, ()),
+        ],
+    ),
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_a_cross_entropy_is_computed_without_logits(loss, others, dynamic):
@@ -223,22 +227,25 @@ def with_mean(hidden, weight, target):
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize(
     ("loss", "operators"),
-    [
-        (rows_of_losses, 1),
-        (smoothed_rows, 1),
-        (weighted_rows, 1),
-        (token_log_probabilities, 1),
-        (selected_log_softmax, 1),
-        (selected_by_sequence, 3),
-        (z_loss, 1),
-        (entropy, 1),
-        (entropy_of_softmax, 1),
-        (categorical_entropy, 1),
-        (policy, 1),
-        (smoother, 1),
-        (probability_of_token, 1),
-        (with_mean, 1),
-    ],
+    one_in(
+        3,
+        [
+            (rows_of_losses, 1),
+            (smoothed_rows, 1),
+            (weighted_rows, 1),
+            (token_log_probabilities, 1),
+            (selected_log_softmax, 1),
+            (selected_by_sequence, 3),
+            (z_loss, 1),
+            (entropy, 1),
+            (entropy_of_softmax, 1),
+            (categorical_entropy, 1),
+            (policy, 1),
+            (smoother, 1),
+            (probability_of_token, 1),
+            (with_mean, 1),
+        ],
+    ),
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_numbers_of_rows_are_computed_without_logits(loss, operators, dynamic):
@@ -287,7 +294,7 @@ def test_what_stands_under_no_grad_does_not_cut_off_what_comes_later():
 
 
 @pytest.mark.parametrize("target", [[-100] * 6, [-100, 3, -100, -100, -100, -100], []], ids=["ignored", "one", "none"])
-@pytest.mark.parametrize("loss", [mean, total, likelihood, z_loss, rows_of_losses])
+@pytest.mark.parametrize("loss", one_in(2, [mean, total, likelihood, z_loss, rows_of_losses]))
 def test_few_targets(loss, target):
     hidden, weight, _ = rows_and_head((1, len(target)))
     check_rewritten(loss, [hidden, weight, torch.tensor([target], dtype=torch.int64)])

@@ -25,7 +25,7 @@ def assert_deferred(compiled):
     assert [(p.counts.get("losses"), p.counts.get("deferred")) for p in done] == [(1, 1)], done[0].skips
 
 
-@pytest.mark.parametrize("family", slow_but(("llama", "qwen3", "granite", "gpt2", "bart", "bert"), FAMILIES))
+@pytest.mark.parametrize("family", slow_but(("qwen3", "gpt2"), FAMILIES))
 def test_the_loss_and_every_gradient_are_eagers(family):
     if family == "mpt" and transformers.__version__ < "5":
         pytest.skip("its masks are filled with a number that fp64 does not fit into fp32, in eager too")

@@ -17,11 +17,12 @@ from tests.passes.group_experts.loops import (
     loop_r,
     routings,
 )
+from tests.slow import one_in
 
 glue = torch.ops.glue
 
 
-@pytest.mark.parametrize("routing", routings())
+@pytest.mark.parametrize("routing", one_in(3, routings()))
 def test_every_routing_of_a_stacked_loop(routing):
     selected = routings()[routing]
     run = compiled(loop_r)
@@ -206,7 +207,7 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", one_in(3, STEPS))
 def test_row_wise_bodies(name):
     loop = body_with(STEPS[name])
     selected = routings()["one expert empty"]

@@ -8,7 +8,7 @@ from torch import nn
 from tests.captured import compile_with_glue, count, result_and_gradients
 from tests.passes.group_experts.loops import EXPERTS, INNER, TOP_K, WIDTH
 from tests.passes.group_experts.piece_loops import READS, SPLITS, router_inputs, scattered_counts
-from tests.slow import slow_but
+from tests.slow import one_in, slow_but
 
 READ = {"tensor": lambda counts: counts, "list": lambda c: c.tolist(), "numpy": lambda c: c.cpu().numpy()}
 
@@ -273,17 +273,20 @@ def stacked(x, logits, gate_up, down):
 
 @pytest.mark.parametrize(
     "loop",
-    [
-        the_length_of_the_list,
-        another_experts_count,
-        another_count_than_that_of_the_piece,
-        a_number_of_experts_with_rows,
-        a_start_that_moves_on,
-        a_row_for_each_hit,
-        a_second_name_for_the_list,
-        read_after_the_loop,
-        stacked,
-    ],
+    one_in(
+        3,
+        [
+            the_length_of_the_list,
+            another_experts_count,
+            another_count_than_that_of_the_piece,
+            a_number_of_experts_with_rows,
+            a_start_that_moves_on,
+            a_row_for_each_hit,
+            a_second_name_for_the_list,
+            read_after_the_loop,
+            stacked,
+        ],
+    ),
     ids=lambda loop: loop.__name__,
 )
 def test_left_to_dynamo(loop):

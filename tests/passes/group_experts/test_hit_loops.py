@@ -15,7 +15,7 @@ from tests.passes.group_experts.loops import (
     inputs_for,
     routings,
 )
-from tests.slow import slow_but
+from tests.slow import one_in, slow_but
 
 
 def hits_of(mask):
@@ -222,7 +222,7 @@ NEAR_MISSES = [
 ]
 
 
-@pytest.mark.parametrize("loop", NEAR_MISSES, ids=lambda loop: loop.__name__)
+@pytest.mark.parametrize("loop", one_in(3, NEAR_MISSES), ids=lambda loop: loop.__name__)
 def test_falls_back_to_what_dynamo_does(loop):
     selected = routings()["one expert empty"]
     assert selected.unique().numel() < EXPERTS

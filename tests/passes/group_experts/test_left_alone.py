@@ -14,6 +14,7 @@ from tests.passes.group_experts.loops import (
     loop_r,
     routings,
 )
+from tests.slow import one_in
 
 
 def reads_the_accumulator(x, selected, weights, gate_up, down):
@@ -218,7 +219,7 @@ NEAR_MISSES = {
 NOT_SLICED = {mask_written_between_experts, one_expert_left_out}
 
 
-@pytest.mark.parametrize("loop", NEAR_MISSES, ids=lambda loop: loop.__name__)
+@pytest.mark.parametrize("loop", one_in(4, NEAR_MISSES), ids=lambda loop: loop.__name__)
 def test_not_grouped_for_its_reason(loop):
     """Nor is the body changed: values are eager's to the bit."""
     selected = routings()["spread"]
@@ -247,6 +248,7 @@ def test_a_graph_without_loops_has_no_skips():
     assert run.skip_reasons == []
 
 
+@pytest.mark.slow
 def test_switched_off_the_loop_stays():
     from tests.captured import compile_with_glue, count
 

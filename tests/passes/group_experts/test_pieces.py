@@ -22,7 +22,7 @@ from tests.passes.group_experts.piece_loops import (
     scattered_counts,
     written_slice_by_slice,
 )
-from tests.slow import slow_but
+from tests.slow import one_in, slow_but
 
 
 def needs_capture_of(loop):
@@ -38,7 +38,7 @@ def check(loop, call, inputs, **tolerance):
         torch.testing.assert_close(got, want, **tolerance)
 
 
-@pytest.mark.parametrize("spelling", SPELLINGS)
+@pytest.mark.parametrize("spelling", one_in(3, SPELLINGS))
 def test_every_spelling(spelling):
     loop, loops = SPELLINGS[spelling]
     needs_capture_of(loop)
@@ -54,7 +54,7 @@ def test_every_spelling(spelling):
 @pytest.mark.parametrize(
     "loop", slow_but((loop_slice,), [loop_split, loop_slice, loop_list]), ids=lambda loop: loop.__name__
 )
-@pytest.mark.parametrize(("tokens", "experts"), [(1, 6), (5, 2)])
+@pytest.mark.parametrize(("tokens", "experts"), one_in(2, [(5, 2), (1, 6)]))
 def test_few_tokens_and_all_experts(loop, tokens, experts):
     needs_capture_of(loop)
     run = compiled(loop)
@@ -68,6 +68,7 @@ def test_one_expert():
     assert_grouped(run, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "loop", slow_but((loop_slice,), [loop_split, loop_slice, loop_list]), ids=lambda loop: loop.__name__
 )
@@ -80,6 +81,7 @@ def test_dynamic_token_counts(loop):
     assert_grouped(run, 1 if loop is loop_list else 2)
 
 
+@pytest.mark.slow
 def test_the_graph_is_as_small_with_many_experts():
     sizes = []
     for experts in (2, 12):

@@ -15,7 +15,7 @@ from tests.passes.group_experts.loops import (
     inputs_for,
     routings,
 )
-from tests.slow import slow_but
+from tests.slow import one_in, slow_but
 
 
 def body(rows, gate_up, down, expert):
@@ -115,7 +115,7 @@ def test_assignments_add_where_topk_selects_each_expert_once(loop, tokens):
     assert_grouped(run)
 
 
-@pytest.mark.parametrize("loop", [adds_by_assignment, boolean_mask])
+@pytest.mark.parametrize("loop", one_in(2, [adds_by_assignment, boolean_mask]))
 def test_an_expert_that_may_be_selected_twice_is_left_alone(loop, monkeypatch):
     """An assignment adds a token once, and a sum over slots would add it twice."""
     monkeypatch.setitem(loop.__globals__, "chosen", lambda selected: (None, selected))

@@ -141,6 +141,7 @@ def test_two_loops_over_one_routing():
     assert_sliced(run, loops=2)
 
 
+@pytest.mark.slow
 def test_dynamic_token_counts():
     model = Layer()
     run = compile_with_glue(model, dynamic=True, passes={"group_experts": True})
@@ -173,6 +174,7 @@ def test_under_checkpointing():
     assert_sliced(run)
 
 
+@pytest.mark.slow
 def test_inductor_takes_the_graph():
     model = Layer()
     run = compile_with_glue(model, passes={"group_experts": True}, compiler="inductor")

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from glue_compiler.errors import GlueWarning
 from tests.captured import Run
 from tests.passes.group_experts.loops import EXPERTS, TOP_K, WIDTH, compiled, inputs_for, routings
+from tests.slow import one_in
 
 
 @torch._dynamo.allow_in_graph
@@ -412,12 +413,12 @@ def _case(name=""):
     return selected, inputs_for(selected)
 
 
-@pytest.mark.parametrize("name", GROUPED)
+@pytest.mark.parametrize("name", one_in(3, GROUPED))
 def test_grouped(name):
     assert _grouped(check(GROUPED[name], *_case(name))) == 1
 
 
-@pytest.mark.parametrize("name", LEFT_ALONE)
+@pytest.mark.parametrize("name", one_in(4, LEFT_ALONE))
 def test_left_alone(name):
     run = check(LEFT_ALONE[name], *_case(name))
     assert run.session.graphs

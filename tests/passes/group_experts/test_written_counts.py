@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from tests.passes.group_experts.loops import EXPERTS, WIDTH, inputs_for, routings
 from tests.passes.group_experts.piece_loops import combine, in_pieces, routed, router_inputs
 from tests.passes.group_experts.test_twists import _grouped, check, rewrites
+from tests.slow import one_in
 
 
 def _hit_loop(what=None, dtype=torch.int64):
@@ -108,7 +109,7 @@ SORTED = {
 }
 
 
-@pytest.mark.parametrize("name", HIT)
+@pytest.mark.parametrize("name", one_in(3, HIT))
 def test_hit_experts(name):
     torch.manual_seed(0)
     loop, grouped = HIT[name]
@@ -118,7 +119,7 @@ def test_hit_experts(name):
     assert not grouped or _grouped(run) == 1
 
 
-@pytest.mark.parametrize("name", SORTED)
+@pytest.mark.parametrize("name", one_in(2, SORTED))
 def test_sorted_rows(name):
     torch.manual_seed(0)
     loop, grouped = SORTED[name]

@@ -101,6 +101,7 @@ def test_an_exception_in_mid_backward_then_a_clean_step(compiled, pool, monkeypa
     assert equal(step(call, model, X), expected)
 
 
+@pytest.mark.slow
 def test_a_graph_that_is_retained_runs_backward_twice(compiled, pool):
     model, _ = compiled
 

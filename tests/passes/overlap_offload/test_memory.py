@@ -50,6 +50,7 @@ def test_a_budget_that_is_met_moves_nothing_and_says_by_how_much(peaks):
     assert "the peak is 0.00 GiB below the budget" in found.skips[-1].reason
 
 
+@pytest.mark.slow
 def test_the_fewest_inputs_move_that_fit(peaks):
     for missing in (1, INPUT + 1):
         found = report(Blocks(8), memory_budget=peaks[0] - missing)

@@ -154,6 +154,7 @@ def test_never_more_copies_in_flight_than_buffers(step, link, buffers):
     assert most_at_once([(begun[region], copies[region].end) for region in moved]) <= buffers
 
 
+@pytest.mark.slow
 @any_time
 @given(steps(), LINKS, BUFFERS)
 def test_never_more_reloaded_inputs_alive_than_buffers_nor_than_two(step, link, buffers):

@@ -11,6 +11,7 @@ from tests.passes.specialize_attention.attention import (
     inputs,
     specialized,
 )
+from tests.slow import one_in
 
 T = LENGTH
 LISTED = {"listed": 1}
@@ -134,7 +135,7 @@ def with_column(sinks):
 
 
 @pytest.mark.parametrize("share", [0.5, 0.15], ids=["no empty rows", "empty rows"])
-@pytest.mark.parametrize("spelling", SINKS)
+@pytest.mark.parametrize("spelling", one_in(3, SINKS))
 def test_sinks(spelling, share):
     fn, expected = SINKS[spelling]
     sinks = torch.tensor([0.5, -1.0], dtype=torch.float64, requires_grad=True)
@@ -197,7 +198,7 @@ BIASES = {
 
 
 @pytest.mark.parametrize("share", [0.5, 0.15], ids=["no empty rows", "empty rows"])
-@pytest.mark.parametrize("spelling", BIASES)
+@pytest.mark.parametrize("spelling", one_in(3, BIASES))
 def test_numbers_added_beside_a_mask(spelling, share):
     fn, expected = BIASES[spelling]
     assert_as_eager(fn, expected, [some_keys(share)], inputs(2))

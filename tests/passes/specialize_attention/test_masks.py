@@ -17,6 +17,7 @@ from tests.passes.specialize_attention.attention import (
     specialized,
     square_tensors,
 )
+from tests.slow import one_in
 
 T = LENGTH
 STARTS = POSITIONS == 0
@@ -169,7 +170,7 @@ PROVED = {
 }
 
 
-@pytest.mark.parametrize("spelling", PROVED)
+@pytest.mark.parametrize("spelling", one_in(3, PROVED))
 def test_a_proved_mask_goes(spelling):
     make_mask, args, form = PROVED[spelling]
     fn, tensors = attention(make_mask), inputs()
@@ -289,7 +290,7 @@ UNKNOWN = {
 }
 
 
-@pytest.mark.parametrize("spelling", UNKNOWN)
+@pytest.mark.parametrize("spelling", one_in(3, UNKNOWN))
 def test_a_near_miss_is_not_classified(spelling):
     make_mask, args, reason = UNKNOWN[spelling]
     assert_as_eager(attention(make_mask), Unknown(reason), args)

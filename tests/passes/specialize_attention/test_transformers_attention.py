@@ -6,7 +6,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests import versions
 from tests.passes.specialize_attention.attention import LENGTH, POSITIONS, counts, specialized, square_tensors
-from tests.slow import slow_but
+from tests.slow import one_in, slow_but
 
 transformers = pytest.importorskip("transformers")
 
@@ -79,6 +79,7 @@ def assert_forms(run, forms):
     assert square_tensors(run) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", slow_but(("eager",), ["sdpa", "eager"]))
 @pytest.mark.parametrize("kind", slow_but(("gemma3_text",), ["llama", "qwen3", "mistral", "gemma3_text"]))
 def test_packed_documents(kind, attention):
@@ -131,7 +132,7 @@ def test_an_encoder_with_a_window_on_both_sides():
     assert square_tensors(run) == []
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("side", one_in(2, ["left", "right"]))
 @pytest.mark.parametrize("kind", slow_but(("mistral",), ["llama", "mistral", "modernbert"]))
 def test_padding(kind, side):
     """Logits at padded places too."""
@@ -178,6 +179,7 @@ def test_attention_sinks():
     assert counts(run) == {"listed": 1}
 
 
+@pytest.mark.slow
 def test_soft_caps():
     model = tiny("gemma2", "eager").eval()
     run = specialized(model, eager=False)
