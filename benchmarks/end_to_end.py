@@ -14,13 +14,13 @@ does in one large product; microseconds for a token with totals that vary, and t
 graphs that were compiled, glue's warnings, memory; seconds of the first step, caches empty, of a first step with full
 ones (``--warm``, one variant after the other), and until both compiles were done; the last loss.
 
-Variants: ``flex`` is Inductor with transformers' flex_attention, ``fa2`` and ``fa4`` with its flash_attention_2 and 4,
-where those are installed; the others have sdpa. ``glue-torch`` takes no kernels of other packages, ``glue-shared``
-compiles repeated layers once. ``glue-none`` makes no rewrite, and ``glue-metadata``, ``glue-attention``,
-``glue-experts`` and ``glue-loss`` make that one alone. ``liger`` is eager, the model patched by Liger (package
-``liger-kernel``), its loss without logits among them. A variant that ends in ``-layers`` compiles each decoder layer by
-itself (``layer.compile(...)``), as FSDP2 recipes do; masks, rotary tables and the loss are eager then, and equal layers
-share their graphs.
+Variants: ``flex`` is Inductor with transformers' flex_attention, ``fa2`` and ``fa4`` with its flash_attention_2 and
+4, where those are installed; the others have sdpa. ``glue-torch`` takes no kernels of other packages, ``glue-shared``
+compiles repeated layers once, in ``-recompute`` backward computes all again that is no product. ``glue-none`` makes
+no rewrite, and ``glue-metadata``, ``glue-attention``, ``glue-experts`` and ``glue-loss`` make that one alone.
+``liger`` is eager, the model patched by Liger (package ``liger-kernel``), its loss without logits among them. A
+variant that ends in ``-layers`` compiles each decoder layer by itself (``layer.compile(...)``), as FSDP2 recipes do;
+masks, rotary tables and the loss are eager then, and equal layers share their graphs.
 
 All that is compared is on the device at once: rows of billions of weights need a run of their own (``gpt-oss``: 26 GiB
 for each variant, while it waits; ``qwen3-14b-lora`` and ``qwen3-moe`` 28 to 60).

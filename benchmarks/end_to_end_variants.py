@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch._functorch.config
 
 from benchmarks.end_to_end_rows import Workload
 from glue_compiler import registry
@@ -21,6 +22,7 @@ class Variant:
         by_layers: each decoder layer by itself; what is around the layers stays eager.
         options: glue's.
         is_patched: by Liger.
+        recomputes: backward computes again all that is fused and no product (torch's aggressive_recomputation).
     """
 
     compiler: str | None
@@ -28,11 +30,13 @@ class Variant:
     by_layers: bool = False
     options: tuple[tuple[str, Any], ...] = ()
     is_patched: bool = False
+    recomputes: bool = False
 
     def compiled(self, workload: Workload, compiler: str) -> Any:
         """What is called in a step; ``compiler`` is what stands behind glue, or is compared with it."""
         if self.is_patched:
             _patch_by_liger(workload.model)
+        torch._functorch.config.aggressive_recomputation = self.recomputes
         if self.compiler is None:
             return workload.model
         how: dict[str, Any] = {"backend": compiler}
@@ -65,6 +69,8 @@ VARIANTS = {
     "fa2": Variant("inductor", "flash_attention_2"),
     "fa4": Variant("inductor", "flash_attention_4"),
     "glue-torch": Variant("glue", options=(("kernels", "torch"),)),
+    "glue-recompute": Variant("glue", recomputes=True),
+    "inductor-recompute": Variant("inductor", recomputes=True),
     "glue-shared": Variant("glue", options=(("passes", {"share_layers": True}),)),
     "glue-layers": Variant("glue", by_layers=True),
     "inductor-layers": Variant("inductor", by_layers=True),
