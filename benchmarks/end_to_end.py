@@ -35,7 +35,9 @@ import contextlib
 import json
 import multiprocessing
 import os
+import shlex
 import statistics
+import sys
 import tempfile
 import time
 import traceback
@@ -49,27 +51,12 @@ import torch
 
 from benchmarks.end_to_end_flops import peak_flops, step_flops
 from benchmarks.end_to_end_rows import ROWS, Size
+from benchmarks.end_to_end_table import COLUMNS, cell
 from benchmarks.end_to_end_variants import VARIANTS
 
 DEFAULT_ROWS = ("qwen3-bf16", "qwen3-autocast")
 DEFAULT_VARIANTS = ("glue", "inductor", "flex", "eager")
 """In the order in which they start, those that compile fastest first."""
-COLUMNS = {
-    "fixed_ms": "step ms",
-    "best_ms": "best",
-    "worst_ms": "worst",
-    "tokens_s": "tokens/s",
-    "of_peak": "of peak",
-    "varying_us": "varying us/token",
-    "ratio": "ratio",
-    "graphs": "graphs",
-    "warnings": "warnings",
-    "peak_gib": "GiB",
-    "first_s": "first s",
-    "warm_s": "warm s",
-    "ready_s": "ready s",
-    "loss": "last loss",
-}
 
 
 # -- one variant of one row, in a process of its own
@@ -290,14 +277,8 @@ def print_table(found: list[Running]) -> None:
     print(f"\n| | | {' | '.join(COLUMNS.values())} |\n|---|---|{'---|' * len(COLUMNS)}")
     for each in sorted(found, key=lambda each: each.row):
         result = each.result or {}
-        cells = [_cell(result.get(name)) for name in COLUMNS] if "ratio" in result else [str(result.get("failed"))]
+        cells = [cell(result.get(name)) for name in COLUMNS] if "ratio" in result else [str(result.get("failed"))]
         print(f"| {each.row} | {each.variant} | {' | '.join(cells)} |", flush=True)
-
-
-def _cell(value: float | None) -> str:
-    if value is None or value != value:
-        return ""
-    return str(value) if isinstance(value, int) else f"{value:.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 def size_of(row: str, arguments: argparse.Namespace) -> Size:
@@ -348,8 +329,11 @@ def main() -> None:
                 each.result["of_peak"] = each.result["flops_s"] / peak
     print_table(found)
     if arguments.json:
+        results = [{"row": each.row, "variant": each.variant, **(each.result or {})} for each in found]
+        made = {"date": time.strftime("%Y-%m-%d"), "device": device, "torch": torch.__version__.partition("+")[0]}
+        command = shlex.join(["python", "-m", "benchmarks.end_to_end", *sys.argv[1:]])
         with open(arguments.json, "w") as file:
-            json.dump([{"row": each.row, "variant": each.variant, **(each.result or {})} for each in found], file)
+            json.dump({**made, "command": command, "results": results}, file)
 
 
 if __name__ == "__main__":

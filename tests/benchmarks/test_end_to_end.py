@@ -9,9 +9,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 pytest.importorskip("transformers")
 
-from benchmarks.end_to_end import COLUMNS, Running, Timed, Trainer, numbers_of, print_table, size_of
+from benchmarks.end_to_end import Running, Timed, Trainer, numbers_of, print_table, size_of
 from benchmarks.end_to_end_flops import step_flops
 from benchmarks.end_to_end_rows import ROWS, Size
+from benchmarks.end_to_end_table import COLUMNS
 from benchmarks.end_to_end_variants import VARIANTS
 
 TINY = Size(tokens=160, least=130, layers=None, is_tiny=True)

@@ -1,0 +1,52 @@
+"""The page and the plot of whole-step runs."""
+
+import json
+from xml.etree import ElementTree
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from benchmarks.end_to_end_page import Run, page, plot
+
+MEASURED = {"fixed_ms": 50.0, "peak_gib": 4.0, "tokens_s": 163_840.0, "graphs": 2}
+
+
+@pytest.fixture
+def run(tmp_path):
+    results = [
+        {"row": "one", "variant": "glue", **MEASURED},
+        {"row": "one", "variant": "inductor", **MEASURED, "fixed_ms": 100.0},
+        {"row": "one", "variant": "fa2", "failed": "ImportError: no a|b\nhere"},
+        {"row": "two", "variant": "glue", **MEASURED},
+    ]
+    made = {"date": "2026-01-02", "device": "a card", "torch": "2.11.0", "command": "python -m benchmarks.end_to_end"}
+    (tmp_path / "run.json").write_text(json.dumps({**made, "results": results}))
+    return Run.read(tmp_path / "run.json")
+
+
+def test_each_row_has_a_table_of_what_was_measured_or_why_not(run):
+    lines = page([run]).splitlines()
+    assert "`python -m benchmarks.end_to_end`" in lines
+    assert "| | step ms | tokens/s | graphs | GiB |" in lines
+    assert "| inductor | 100 | 163840 | 2 | 4 |" in lines
+    assert "| fa2 | ImportError: no a/b here |  |  |  |" in lines
+    assert [line for line in lines if line.startswith("## ")] == ["## one", "## two"]
+
+
+def test_the_plot_has_rows_in_which_something_is_compared(run):
+    found = list(ElementTree.fromstring(plot([run])).iter())
+    texts = [each.text for each in found if each.text and each.text.strip()]
+    assert "one" in texts
+    assert "two" not in texts
+    assert "50.0 ms, 4.0 GiB" in texts
+    widths = [
+        float(each.get("width")) for each in ElementTree.fromstring(plot([run])).iter() if each.get("height") == "16"
+    ]
+    assert widths[1] == 2 * widths[0]
+
+
+def test_of_a_row_that_was_run_twice_the_plot_has_the_last(run):
+    later = Run(run.date, run.device, run.torch, run.command, tuple({**r, "fixed_ms": 25.0} for r in run.results[:2]))
+    assert "25.0 ms" in plot([run, later])
+    assert "50.0 ms" not in plot([run, later])
