@@ -213,7 +213,7 @@ def _without_fillings(value: Value, chain: Chain, reader: IndexReader) -> Value:
 
 def _is_filled(value: Value, mask: Value, role: Kind, filling: Any, chain: Chain, reader: IndexReader) -> bool:
     """Does ``filling`` leave a weight of zero where ``mask`` puts it in ``value``? Then it is a mask of the chain."""
-    low = _filling(filling, chain.factor, value, reader)
+    low = _filling(filling, role, chain.factor, value, reader)
     if reader.dtype(mask) != torch.bool or low is None:
         return False
     chain.mask = Mask(mask, role, _without_keys(low, chain), also=chain.mask)
@@ -238,10 +238,11 @@ def _biased(value: Value, chain: Chain, operators: Operators) -> Value:
     return value
 
 
-def _filling(filling: Any, factor: float, value: Value, reader: IndexReader) -> float | None:
+def _filling(filling: Any, role: Kind, factor: float, value: Value, reader: IndexReader) -> float | None:
     """The score that leaves a weight of zero, ``factor`` times ``filling`` in ``value``; None if it does not."""
-    dtype = reader.dtype(value)
+    dtype, of_filling = reader.dtype(value), None
     if isinstance(filling, Value) and reader.operators.is_tensor(filling) and not reader.shape(filling):
+        of_filling = reader.dtype(filling)
         try:
             filling = reader.read(filling, ())
         except Unreadable:
@@ -249,8 +250,20 @@ def _filling(filling: Any, factor: float, value: Value, reader: IndexReader) -> 
         filling = float(filling) if filling.is_number and filling is not sympy.nan else None
     if not isinstance(filling, int | float) or not dtype.is_floating_point:
         return None
+    if not _is_held(filling if of_filling is None else torch.tensor(filling, dtype=of_filling), role, dtype):
+        return None
     filling *= factor
     return _rounded(filling, dtype) if filling <= hidden_below(dtype) else None
+
+
+def _is_held(filling: float | torch.Tensor, role: Kind, dtype: torch.dtype) -> bool:
+    """Does torch fill scores of ``dtype`` with ``filling``? Some numbers that it does not reach to are refused."""
+    scores, mask = torch.zeros(1, dtype=dtype), torch.ones(1, dtype=torch.bool)
+    try:
+        scores.masked_fill(mask, filling) if role == "hides" else torch.where(mask, scores, filling)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _without_keys(filling: float, chain: Chain) -> EmptyRows:

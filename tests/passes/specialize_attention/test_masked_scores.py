@@ -189,3 +189,32 @@ def test_what_is_computed_in_a_wider_dtype(fn, expected):
         if want is not None:
             assert want.dtype == got.dtype
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+# -- numbers that are filled in, and the dtype that is to hold them
+
+FILLED_IN_HALF = {
+    "masked_fill, too large": (lambda s, m: s.masked_fill(~m, -1e30), "refused"),
+    "a tensor, too large": (lambda s, m: s.masked_fill(~m, torch.tensor(-1e30, dtype=torch.float32)), "refused"),
+    "masked_fill": (lambda s, m: s.masked_fill(~m, -65504.0), CAUSAL),
+    "where rounds": (lambda s, m: torch.where(m, s, -1e30), CAUSAL),
+}
+
+
+@pytest.mark.parametrize("name", FILLED_IN_HALF)
+def test_what_eager_cannot_fill_in_is_not_taken_away(name):
+    fill, expected = FILLED_IN_HALF[name]
+
+    def fn(query, key, value):
+        return F.softmax(fill(query @ key.mT, causal()), -1) @ value
+
+    tensors = [each.detach().half() for each in inputs()]
+    run = specialized(fn)
+    if expected == "refused":
+        for call in (fn, run.call):
+            with pytest.raises(RuntimeError, match="without overflow"):
+                call(*tensors)
+        assert counts(run) == {}
+    else:
+        torch.testing.assert_close(run.call(*tensors), fn(*tensors), rtol=1e-2, atol=1e-2)
+        assert counts(run) == expected
