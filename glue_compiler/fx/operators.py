@@ -138,6 +138,11 @@ class Operators:
         outer = self._passed.get(value.node) if value.step == OWN else None
         return self.found(*outer) if outer is not None else None
 
+    def body_of(self, node: fx.Node) -> fx.GraphModule | None:
+        """The body that ``node`` calls, if that is numbered with the graph."""
+        calls = (scope for scope in self.numbering.scopes if scope.call is not None and scope.call.node is node)
+        return next((scope.module for scope in calls), None)
+
     def operand(self, value: Value, at: fx.Node) -> fx.Node | None:
         """A node in whose memory ``at``, if it is passed that, finds ``value``."""
         node = value.node if value.step == FOUND and not value.leaf else self.node_of(value)

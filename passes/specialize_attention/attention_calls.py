@@ -100,6 +100,8 @@ def _site(
     gradients = Gradients(output, operators)
     if not all(map(gradients.pass_through, inside)):
         raise NotAttention("gradients are switched off for a part of it")
+    if inside and gradients.strides_are_seen(query, key, value):
+        raise NotAttention("a hook or a backward of your own gets its gradients, and may depend on their strides")
     added = [each.value for each in mask.parts] if mask is not None else []
     added += [chain.bias] if chain.bias is not None else []
     if any(each.step != FOUND and requires_grad(value_of(each.node)) for each in added):

@@ -390,3 +390,83 @@ def test_a_graph_called_without_gradients(mode):
     run, tensors = specialized(fn), inputs(1, 4, 2)
     torch.testing.assert_close(called(*tensors), fn(*tensors).detach(), rtol=1e-10, atol=1e-10)
     assert counts(run) == CAUSAL
+
+
+# -- gradients whose strides are seen
+
+
+class Flattened(torch.autograd.Function):
+    """Takes a view of its gradient, as backwards of fused norms do; the numbers depend on their order."""
+
+    @staticmethod
+    def forward(ctx, tensor):
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        flat = gradient.view(-1)
+        return (flat * torch.arange(flat.numel())).view(gradient.shape)
+
+
+@torch.library.custom_op("glue_tests::same", mutates_args=())
+def same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone()
+
+
+same.register_fake(torch.empty_like)
+same.register_autograd(lambda ctx, gradient: gradient.view(-1).view(gradient.shape))
+
+
+def behind_a_function(query, key, value):
+    return written_out(Flattened.apply(query) * 2, key, value)
+
+
+def behind_a_custom_operator(query, key, value):
+    return written_out(query, key, torch.ops.glue_tests.same(value))
+
+
+def behind_a_hook(query, key, value):
+    query = query * 1
+    query.register_hook(lambda gradient: gradient.view(-1).view(gradient.shape) * 2)
+    return written_out(query, key, value)
+
+
+def in_a_region_behind_a_function(query, key, value):
+    return checkpoint(written_out, Flattened.apply(query), key, value, use_reentrant=False)
+
+
+def behind_a_region_with_a_function(query, key, value):
+    return written_out(checkpoint(Flattened.apply, query, use_reentrant=False), key, value)
+
+
+def a_product_is_between(query, key, value):
+    identity = torch.eye(16, dtype=query.dtype)
+    return written_out(Flattened.apply(query) @ identity, key, value)
+
+
+def a_function_after_it(query, key, value):
+    return Flattened.apply(written_out(query, key, value))
+
+
+def a_function_without_gradients(query, key, value):
+    return written_out(query + Flattened.apply(value.detach()), key, value)
+
+
+SEEN = "may depend on their strides"
+
+
+@pytest.mark.parametrize(
+    ("fn", "expected"),
+    [
+        (behind_a_function, SEEN),
+        (behind_a_custom_operator, SEEN),
+        (behind_a_hook, SEEN),
+        (in_a_region_behind_a_function, SEEN),
+        (behind_a_region_with_a_function, SEEN),
+        (a_product_is_between, CAUSAL),
+        (a_function_after_it, CAUSAL),
+        (a_function_without_gradients, CAUSAL),
+    ],
+)
+def test_strides_of_gradients_that_are_seen_stay(fn, expected):
+    assert_as_eager(fn, expected, eager=False)
