@@ -13,6 +13,7 @@ from glue_compiler.compat import upper_bound
 from glue_compiler.compat.graph_inputs import subclass_of
 from glue_compiler.fx import bodies
 from glue_compiler.fx.effects import EffectAnalysis
+from glue_compiler.fx.gradient_strides import strides_are_seen
 from glue_compiler.fx.index_operators import CONVERSIONS
 from glue_compiler.fx.operators import FOUND, Operators, Value
 from glue_compiler.fx.value_numbering import Numbering, Scope
@@ -189,6 +190,11 @@ def _require_nodes(head: Head, uses: Uses, operators: Operators) -> None:
         storages = storages_of([value_of(value.node) for value in needed])
         if requires_grad(value_of(site.node)) and not operators.numbering.is_unwritten_after(storages, site.node):
             raise NotALoss("an operand of the product, or a target, is written in place later, and backward reads it")
+        turned = [operators.operand(term.weight.value, site.node) for term in head.terms if term.weight.is_transposed]
+        if requires_grad(value_of(site.node)) and strides_are_seen([n for n in turned if n is not None], operators):
+            raise NotALoss(
+                "a hook or a backward of your own gets the gradient of a weight [K, V], and sees its strides"
+            )
 
 
 def _tensors_of(site: Site) -> Iterator[Value]:

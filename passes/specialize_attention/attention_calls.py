@@ -10,6 +10,7 @@ import sympy
 import torch
 from torch import fx
 
+from glue_compiler.fx.gradient_strides import strides_are_seen
 from glue_compiler.fx.index_expressions import IndexReader
 from glue_compiler.fx.index_views import Element, NotAView, broadcast_index, source_of
 from glue_compiler.fx.operators import FOUND, Call, Operators, Value
@@ -100,7 +101,7 @@ def _site(
     gradients = Gradients(output, operators)
     if not all(map(gradients.pass_through, inside)):
         raise NotAttention("gradients are switched off for a part of it")
-    if inside and gradients.strides_are_seen(query, key, value):
+    if inside and not gradients.are_cut_off and strides_are_seen([query, key, value], operators):
         raise NotAttention("a hook or a backward of your own gets its gradients, and may depend on their strides")
     added = [each.value for each in mask.parts] if mask is not None else []
     added += [chain.bias] if chain.bias is not None else []

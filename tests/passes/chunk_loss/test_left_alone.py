@@ -169,11 +169,37 @@ def gathered(hidden, weight, target):
     return F.linear(hidden, weight).log_softmax(-1).gather(-1, (target % CLASSES)[..., None])
 
 
+class Flattened(torch.autograd.Function):
+    """Takes a view of its gradient, as a quantiser of weights may."""
+
+    @staticmethod
+    def forward(ctx, tensor):
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.view(-1).view(gradient.shape)
+
+
+def turned_weight_of_a_function(hidden, weight, target):
+    turned = Flattened.apply(weight.t().contiguous())
+    return F.cross_entropy(flat(hidden @ turned), target.view(-1))
+
+
+def weight_of_a_function(hidden, weight, target):
+    return F.cross_entropy(flat(Flattened.apply(hidden) @ Flattened.apply(weight).t()), target.view(-1))
+
+
+def turned_weight(hidden, weight, target):
+    return F.cross_entropy(flat(hidden @ weight.t().contiguous()), target.view(-1))
+
+
 @pytest.mark.parametrize(
     ("loss", "reason"),
     one_in(
         3,
         [
+            (turned_weight_of_a_function, "sees its strides"),
             (largest_is_used, "and not only its place"),
             (some_classes, "only some of its classes"),
             (masked_classes, "masked_fill"),
@@ -206,6 +232,8 @@ def test_it_stays_as_it_is(loss, reason):
     "loss",
     [
         only_its_place_is_used,
+        weight_of_a_function,
+        turned_weight,
         all_classes,
         halved,
         target_written_later,
