@@ -180,8 +180,9 @@ def opaque(draw: Draw, value: Value) -> None:
     """Code that a compiler cannot look into, which may write."""
     name = value.name
     if value.dtype == "float" and draw.chance(0.4):
-        draw.need("Doubled", DOUBLED)
-        draw.emit(f"{name} = Doubled.apply({name})")
+        function, text = draw.pick(*FUNCTIONS.items())
+        draw.need(function, text)
+        draw.emit(f"{name} = {function}.apply({name})")
         return
     helper, text = draw.pick(*OPAQUE.items())
     if value.is_leaf and helper != "looked_at":
@@ -278,7 +279,8 @@ OPAQUE = {
         "        x.copy_(x.flip(-1)) if x.dim() else x.zero_()"
     ),
 }
-DOUBLED = """
+FUNCTIONS = {
+    "Doubled": """
 class Doubled(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -287,7 +289,19 @@ class Doubled(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         return gradient * 3
-"""
+""",
+    # Runs only for gradients whose strides are those of eager.
+    "Flattened": """
+class Flattened(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return (gradient.view(-1) * 3).view(gradient.shape)
+""",
+}
 STATE = """
 class State:
     def __init__(self):
