@@ -71,8 +71,14 @@ _PASSES = {
     "share_layers": Feature(
         "pass share_layers",
         {
+            "torch._inductor.compile_fx:FxCompileMode.NORMAL": ANY,
             "torch._inductor.compile_fx:_recursive_record_user_visible_output_idxs": Uses(("gm",)),
+            "torch._inductor.compile_fx:fx_compile_mode": ANY,
+            "torch._inductor.config:cpp_wrapper": ANY,
             "torch._inductor.config:custom_partitioner_fn": ANY,
+            "torch._inductor.config:triton.cudagraphs": ANY,
+            "torch._inductor.graph:GraphLowering.placeholder": Uses(names=("bw_donated_idxs",)),
+            "torch._inductor.graph:SubgraphLowering.__init__": Uses(("self", "parent")),
             "torch._inductor.ir:InvokeSubgraph.create": Uses(("subgraph",)),
             "torch._prims.rng_prims:run_and_save_rng_state": ANY,
             "torch._prims.rng_prims:run_with_rng_state": ANY,

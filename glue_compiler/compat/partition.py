@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from glue_compiler.compat.inductor import uuid_beside
+from glue_compiler.compat.nested_graphs import call_bodies_as_modules
 from glue_compiler.compat.offload_policies import save_what_is_to_be_offloaded
 
 
@@ -89,9 +90,14 @@ def compile_with_aot_eager(gm: fx.GraphModule, inputs: Sequence[Any], edit: Edit
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
 
+    def run(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        call_bodies_as_modules(gm)
+        made: Callable[..., Any] = boxed_nop(gm, inputs)
+        return made
+
     compiler = aot_autograd(
-        fw_compiler=boxed_nop,
-        bw_compiler=boxed_nop,
+        fw_compiler=run,
+        bw_compiler=run,
         partition_fn=EditedPartition(b"", edit),
         keep_inference_input_mutations=True,
     )

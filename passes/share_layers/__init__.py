@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from glue_compiler.compat import inductor
+from glue_compiler.compat import nested_graphs
 from glue_compiler.fx import bodies
 from glue_compiler.graph_pass import Numerics, PairPass, PassContext, PassResult, Skip
-from glue_compiler.ops.offload import TRANSFERS
+from glue_compiler.passes.share_layers.kept_states import drop_states, find_unread_states
 from glue_compiler.passes.share_layers.plan import WORTH, plan_sharing
 from glue_compiler.passes.share_layers.rewrite import share
 
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 class ShareLayers(PairPass):
     """Call one body where forward or backward do the same again and again, each time with other weights.
 
-    Counts: ``bodies`` made, ``calls`` of them, ``steps`` that are not compiled a second time.
+    Counts: ``bodies`` made, ``calls`` of them, ``steps`` that are not compiled a second time; ``states`` of random
+    generators that are no longer kept around attention that draws nothing.
     """
 
     name: ClassVar[str] = "share_layers"
@@ -35,16 +36,16 @@ class ShareLayers(PairPass):
         return bodies.count_nodes(graph) > WORTH
 
     def run_pair(self, pair: TrainingPair, context: PassContext) -> PassResult:
-        if inductor.uses_cuda_graphs(context.options.inductor):
-            return PassResult(changed=False, skips=(Skip("CUDA graphs are on, which bodies were not tried with"),))
-        counts = {"bodies": 0, "calls": 0, "steps": 0}
+        is_eager = context.options.compiler == "aot_eager"
+        if not is_eager and (reason := nested_graphs.why_no_bodies(context.options.inductor)):
+            return PassResult(changed=False, skips=(Skip(reason),))
+        unread = [("run attention without a random state", state) for state in find_unread_states(pair)]
+        states = context.fuel.allowed(unread)
+        drop_states(pair, states)
+        counts = {"bodies": 0, "calls": 0, "steps": 0, "states": len(states)}
         skips: list[Skip] = []
         for gm, where in ((pair.forward, "forward"), (pair.backward, "backward")):
-            if transfer := _transfer_in(gm):
-                reason = f"{where} copies to the host and back while it computes, which bodies were not tried with"
-                skips.append(Skip(reason, transfer))
-                continue
-            plan = plan_sharing(gm.graph, random_numbers=context.options.compiler == "aot_eager")
+            plan = plan_sharing(gm.graph, random_numbers=is_eager)
             skips += [Skip(f"in {where}, {reason}") for reason in plan.reasons]
             if not plan.bodies:
                 skips.append(Skip(f"{where} does nothing at length that it does again"))
@@ -54,9 +55,4 @@ class ShareLayers(PairPass):
             counts["bodies"] += len(chosen)
             counts["calls"] += sum(len(body.pieces) for body in chosen)
             counts["steps"] += sum((len(body.pieces) - 1) * body.size for body in chosen)
-        return PassResult(changed=counts["bodies"] > 0, counts=counts, skips=tuple(dict.fromkeys(skips)))
-
-
-def _transfer_in(gm: fx.GraphModule) -> str | None:
-    """The name of a node that starts a copy to or from the host, or waits for one."""
-    return next((node.name for node in gm.graph.nodes if node.target in TRANSFERS), None)
+        return PassResult(changed=any(counts.values()), counts=counts, skips=tuple(dict.fromkeys(skips)))

@@ -10,9 +10,9 @@ import torch
 from torch import fx
 
 from glue_compiler.fx.storage_roots import storage_root
-from glue_compiler.fx.values import Symbolic, expression, storages_of, value_of
+from glue_compiler.fx.values import Symbolic, expression, expressions_of, storages_of, value_of
 from glue_compiler.passes.share_layers.borders import Span
-from glue_compiler.passes.share_layers.steps import Steps, UnknownStep, is_item
+from glue_compiler.passes.share_layers.steps import Steps, UnknownStep, is_item, is_symbol
 
 aten = torch.ops.aten
 
@@ -55,9 +55,13 @@ def piece_of(steps: Steps, span: Span) -> Piece:
 
     flow = tuple(tuple(map(reference, _operands(node))) for node in nodes)
     outputs, views = _outputs(nodes, numbers)
+    if not outputs or not any(isinstance(value_of(operand), torch.Tensor) for operand in operands):
+        raise UnknownStep  # nothing to say: it takes no tensor, or returns none
     for operand in operands:
         if not isinstance(value_of(operand), torch.Tensor | torch.SymInt | int):
             raise UnknownStep("a body would take what is no tensor and no number")
+    for size in _sizes_not_told(steps, tuple(operands), nodes):
+        operands[size] = len(operands)
     kind = (
         steps.local[first:last],
         flow,
@@ -65,6 +69,16 @@ def piece_of(steps: Steps, span: Span) -> Piece:
         tuple(numbers[node] for node in outputs),
     )
     return Piece(nodes, tuple(operands), outputs, views, kind)
+
+
+def _sizes_not_told(steps: Steps, operands: tuple[fx.Node, ...], nodes: tuple[fx.Node, ...]) -> list[fx.Node]:
+    """Further operands: Inductor reads ``s0`` off an operand of that size, and not off one of ``2 * s0``."""
+    asked = set[Any]().union(*(steps.symbols.get(node, ()) for node in (*operands, *nodes)))
+    told = {n for each in operands if each in steps.symbols for n in expressions_of(value_of(each)) if is_symbol(n)}
+    missing = sorted(asked - told, key=str)
+    if unknown := [symbol for symbol in missing if symbol not in steps.sizes]:
+        raise UnknownStep(f"a body would not know the size {unknown[0]}")
+    return [steps.sizes[symbol] for symbol in missing]
 
 
 def _operands(node: fx.Node) -> list[fx.Node]:

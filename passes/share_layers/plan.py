@@ -71,7 +71,8 @@ class _Row:
                 self.pieces[span] = piece_of(self.steps, span)
             except UnknownStep as reason:
                 self.pieces[span] = None
-                self.reasons[str(reason)] = None
+                if str(reason):
+                    self.reasons[str(reason)] = None
         return self.pieces[span]
 
     def kind(self, span: Span) -> int:

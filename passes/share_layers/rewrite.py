@@ -18,7 +18,7 @@ def share(gm: fx.GraphModule, bodies: tuple[SharedBody, ...]) -> None:
     """Rewrite ``gm``, in place."""
     writer = _Writer(gm)
     for body in bodies:
-        name = nested_graphs.add_body(gm, writer.graph_of(body.pieces[0]), "shared_layer")
+        name = nested_graphs.add_body(gm, writer.graph_of(body.pieces[0]))
         for piece in body.pieces:
             writer.call(name, piece)
     gm.recompile()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,8 @@ from torch import fx
 
 from glue_compiler import compat
 from glue_compiler.compat import rng_states
-from glue_compiler.fx.values import Symbolic, expression, has_value, is_plain, leaves, value_of
+from glue_compiler.fx.values import Symbolic, expression, expressions_of, has_value, is_plain, leaves, value_of
+from glue_compiler.ops.offload import TRANSFERS
 
 _SEEDS = {"inductor_seeds", "inductor_lookup_seed"}
 """The seeds of a graph's random numbers, which each call of a body takes its own of."""
@@ -35,6 +36,8 @@ class Steps:
         closed: places of nodes that no body may hold, with the reason.
         local: for each node a number, equal for two that do the same to operands of the same kind.
         kinds: of the values of all nodes: dtypes, devices, sizes and strides; None where a body cannot take them.
+        symbols: of the sizes in a node's value, where there are any.
+        sizes: the graph's inputs that are a size, by its symbol.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -42,6 +45,8 @@ class Steps:
     closed: dict[int, str]
     local: tuple[int, ...]
     kinds: dict[fx.Node, Hashable]
+    symbols: dict[fx.Node, frozenset[Any]]
+    sizes: dict[Any, fx.Node]
 
 
 def read_steps(graph: fx.Graph, *, random_numbers: bool) -> Steps:
@@ -69,7 +74,19 @@ def read_steps(graph: fx.Graph, *, random_numbers: bool) -> Steps:
         place[node] = len(nodes)
         nodes.append(node)
         local.append(numbers.setdefault(what, len(numbers)))
-    return Steps(tuple(nodes), place, closed, tuple(local), kinds)
+    inputs = [node for node in given if node.op == "placeholder" and isinstance(value_of(node), torch.SymInt)]
+    sizes = {number: node for node in inputs if is_symbol(number := expression(value_of(node)))}
+    symbols = {node: found for node in (*given, *nodes) if (found := _symbols(node))}
+    return Steps(tuple(nodes), place, closed, tuple(local), kinds, symbols, sizes)
+
+
+def _symbols(node: fx.Node) -> frozenset[Any]:
+    numbers = expressions_of(value_of(node))
+    return frozenset(s for n in numbers if isinstance(n, sympy.Basic) for s in n.free_symbols)
+
+
+def is_symbol(number: Any) -> bool:
+    return isinstance(number, sympy.Symbol)
 
 
 def _kind(node: fx.Node) -> tuple[Hashable, str]:
@@ -146,27 +163,38 @@ def _what(node: fx.Node, kinds: dict[fx.Node, Hashable], random_numbers: bool) -
 
 
 def _check(node: fx.Node, random_numbers: bool) -> None:
-    target, arguments = rng_states.run_with_a_state(node) or (node.target, node.args)
+    target, args, kwargs = rng_states.run_with_a_state(node) or (node.target, node.args, node.kwargs)
     if not isinstance(target, torch._ops.OpOverload) or node.op != "call_function":
         raise UnknownStep(f"'{target}' is no operator of torch's")
     if target.namespace not in _NAMESPACES or target._schema.is_mutable or node.is_impure(False):
         raise UnknownStep(f"'{target}' may do more than compute its result")
-    if (
-        torch.Tag.nondeterministic_seeded in target.tags
-        and not random_numbers
-        and not _drops_nothing(target, arguments)
-    ):
+    if target in TRANSFERS:
+        raise UnknownStep("a copy to or from the host runs beside what stands around it")
+    counts_from_start = any(argument.name == "storage_offset" for argument in target._schema.arguments)
+    if (counts_from_start or "storage_offset" in target.__name__) and any(map(_offset, _tensors(node))):
+        raise UnknownStep(f"'{target}' counts from the start of a storage, of which a body takes a part")
+    if draws_numbers(target, args, kwargs) and not random_numbers:
         raise UnknownStep(f"'{target}' draws random numbers, in an order that the compiler may change")
 
 
-def _drops_nothing(target: torch._ops.OpOverload, arguments: Sequence[Any]) -> bool:
-    """Attention without dropout, which draws no random numbers."""
-    names = [argument.name for argument in target._schema.arguments]
-    if "dropout_p" not in names:
+def draws_numbers(target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Attention without dropout does not, though its tags say so."""
+    if torch.Tag.nondeterministic_seeded not in target.tags:
         return False
-    place = names.index("dropout_p")
-    default = target._schema.arguments[place].default_value
-    return (arguments[place] if place < len(arguments) else default) in (0, 0.0)
+    for place, argument in enumerate(target._schema.arguments):
+        if argument.name == "dropout_p":
+            given = args[place] if place < len(args) else kwargs.get("dropout_p", argument.default_value)
+            return given not in (0, 0.0)
+    return True
+
+
+def _tensors(node: fx.Node) -> list[torch.Tensor]:
+    return [value for operand in node.all_input_nodes if isinstance(value := value_of(operand), torch.Tensor)]
+
+
+def _offset(tensor: torch.Tensor) -> bool:
+    """Does it begin behind the start of its storage, as far as is known?"""
+    return expression(tensor.storage_offset()) != 0
 
 
 def _described(value: Any) -> Hashable:
@@ -175,7 +203,7 @@ def _described(value: Any) -> Hashable:
         if isinstance(leaf, torch.Tensor):
             if not is_plain(leaf):
                 raise UnknownStep(f"a {type(leaf).__name__} is not read as a plain tensor")
-            numbers = (*leaf.shape, *leaf.stride(), leaf.storage_offset())
+            numbers = (*leaf.shape, *leaf.stride(), _alignment(leaf))
             found.append((leaf.dtype, leaf.device, leaf.dim(), tuple(map(_number, numbers))))
         elif isinstance(leaf, Symbolic):
             found.append((type(leaf).__name__, _number(leaf)))
@@ -185,6 +213,14 @@ def _described(value: Any) -> Hashable:
             raise UnknownStep(f"a body cannot take a {type(leaf).__name__}")
     return (type(value).__name__, *found)
 
+
+def _alignment(tensor: torch.Tensor) -> Any:
+    """Of its first number, in bytes: compilers write other code for memory that is not aligned."""
+    offset = tensor.storage_offset()
+    return offset * tensor.element_size() % _ALIGNED if isinstance(offset, int) else offset
+
+
+_ALIGNED = 64
 
 _PLAIN = (
     int,

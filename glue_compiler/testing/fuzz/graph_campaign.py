@@ -31,6 +31,7 @@ from glue_compiler.testing.fuzz.tally import Reporter, Settings, Tally
 PASSES = {
     "attention": ("specialize_attention",) * 5 + ("hoist_metadata", "memoize_metadata"),
     "experts": ("group_experts",) * 4 + ("hoist_metadata",),
+    "layers": ("hoist_metadata",),
     "losses": ("chunk_loss",),
     "metadata": ("hoist_metadata", "memoize_metadata"),
 }

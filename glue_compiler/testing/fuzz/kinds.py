@@ -8,6 +8,7 @@ from random import Random
 from glue_compiler.testing.fuzz.attention import draw_attention
 from glue_compiler.testing.fuzz.draw import Draw, Drawn
 from glue_compiler.testing.fuzz.experts import draw_experts
+from glue_compiler.testing.fuzz.layers import draw_layers
 from glue_compiler.testing.fuzz.losses import draw_losses
 from glue_compiler.testing.fuzz.metadata import draw_metadata
 from glue_compiler.testing.fuzz.programs import Call, Program, Statement
@@ -16,6 +17,7 @@ from glue_compiler.testing.fuzz.twists import twist
 KINDS: dict[str, Callable[[Draw], Drawn]] = {
     "attention": draw_attention,
     "experts": draw_experts,
+    "layers": draw_layers,
     "losses": draw_losses,
     "metadata": draw_metadata,
 }
