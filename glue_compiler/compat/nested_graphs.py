@@ -13,13 +13,13 @@ BODY = "shared_layer"
 """How the names of bodies begin."""
 
 
-def add_body(gm: fx.GraphModule, graph: fx.Graph) -> str:
-    """Make ``graph`` a body of ``gm``; returns its name there."""
+def add_body(gm: fx.GraphModule, graph: fx.Graph, where: str) -> str:
+    """Make ``graph`` a body of ``gm``, which is ``"forward"`` or ``"backward"``; returns its name in both."""
     _keep_operands()
     number = 0
-    while hasattr(gm, f"{BODY}_{number}"):
+    while hasattr(gm, f"{BODY}_{where}_{number}"):
         number += 1
-    name = f"{BODY}_{number}"
+    name = f"{BODY}_{where}_{number}"
     gm.register_module(name, fx.GraphModule(torch.nn.Module(), graph))
     return name
 
@@ -59,7 +59,7 @@ def why_no_bodies(options: Mapping[str, Any]) -> str:
 def _keep_operands() -> None:
     """Inductor must not overwrite what a body of ours takes.
 
-    A backward graph may overwrite its inputs of certain numbers, and 2.11 to 2.14 take a body's operands of the same
+    A backward graph may overwrite its inputs of certain numbers, and 2.11 and 2.13 take a body's operands of the same
     numbers for those (mended in pytorch/pytorch#193960). The attribute is cleared as it is cleared there.
     """
     from torch._inductor.graph import SubgraphLowering

@@ -92,7 +92,7 @@ def compile_with_aot_eager(gm: fx.GraphModule, inputs: Sequence[Any], edit: Edit
 
     def run(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         call_bodies_as_modules(gm)
-        made: Callable[..., Any] = boxed_nop(gm, inputs)
+        made: Callable[..., Any] = boxed_nop(gm, list(inputs))
         return made
 
     compiler = aot_autograd(

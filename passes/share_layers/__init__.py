@@ -51,7 +51,7 @@ class ShareLayers(PairPass):
                 skips.append(Skip(f"{where} does nothing at length that it does again"))
             chosen = context.fuel.allowed((f"share {len(b.pieces)} pieces of {where}", b) for b in plan.bodies)
             if chosen:
-                share(gm, chosen)
+                share(gm, chosen, where)
             counts["bodies"] += len(chosen)
             counts["calls"] += sum(len(body.pieces) for body in chosen)
             counts["steps"] += sum((len(body.pieces) - 1) * body.size for body in chosen)

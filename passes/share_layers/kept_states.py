@@ -53,13 +53,12 @@ def drop_states(pair: TrainingPair, states: tuple[KeptState, ...]) -> None:
         for node in state.calls:
             _run_plainly(node)
         if state.saved is not None and state.taken is not None:
-            output = pair.forward.graph.output_node()
-            output.args = (type(output.args[0])(each for each in pair.returned if each is not state.saved),)  # type: ignore[call-arg, arg-type, union-attr]
+            pair.forward.graph.output_node().args = (tuple(each for each in pair.returned if each is not state.saved),)
             source = state.saved.all_input_nodes[0]
             pair.forward.graph.erase_node(state.saved)
             pair.forward.graph.erase_node(source)
             pair.backward.graph.erase_node(state.taken)
-    for gm in (pair.forward, pair.backward):
+    for gm in (pair.forward, pair.backward) if states else ():
         gm.recompile()
 
 

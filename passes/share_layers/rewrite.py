@@ -14,11 +14,11 @@ from glue_compiler.passes.share_layers.plan import SharedBody
 from glue_compiler.passes.share_layers.steps import is_item
 
 
-def share(gm: fx.GraphModule, bodies: tuple[SharedBody, ...]) -> None:
-    """Rewrite ``gm``, in place."""
+def share(gm: fx.GraphModule, bodies: tuple[SharedBody, ...], where: str) -> None:
+    """Rewrite ``gm``, the ``"forward"`` or the ``"backward"``, in place."""
     writer = _Writer(gm)
     for body in bodies:
-        name = nested_graphs.add_body(gm, writer.graph_of(body.pieces[0]))
+        name = nested_graphs.add_body(gm, writer.graph_of(body.pieces[0]), where)
         for piece in body.pieces:
             writer.call(name, piece)
     gm.recompile()

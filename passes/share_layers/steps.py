@@ -94,7 +94,7 @@ def _kind(node: fx.Node) -> tuple[Hashable, str]:
     if not has_value(node):
         return None, "its value is not on record"
     try:
-        return _described(value_of(node)), ""
+        return described(value_of(node)), ""
     except UnknownStep as reason:
         return None, str(reason)
 
@@ -159,7 +159,7 @@ def _what(node: fx.Node, kinds: dict[fx.Node, Hashable], random_numbers: bool) -
         return (type(value).__name__, repr(value))
 
     seen = node.meta.get("eager_input_vals")  # layouts that some operators insist on
-    return (node.target, argument(node.args), argument(node.kwargs), kinds[node], seen and _described(seen))
+    return (node.target, argument(node.args), argument(node.kwargs), kinds[node], seen and described(seen))
 
 
 def _check(node: fx.Node, random_numbers: bool) -> None:
@@ -197,7 +197,12 @@ def _offset(tensor: torch.Tensor) -> bool:
     return expression(tensor.storage_offset()) != 0
 
 
-def _described(value: Any) -> Hashable:
+def described(value: Any) -> Hashable:
+    """Equal for two values that a body can take alike.
+
+    Raises:
+        UnknownStep: no body can take it.
+    """
     found: list[Hashable] = []
     for leaf in leaves(value):
         if isinstance(leaf, torch.Tensor):
@@ -220,7 +225,7 @@ def _alignment(tensor: torch.Tensor) -> Any:
     return offset * tensor.element_size() % _ALIGNED if isinstance(offset, int) else offset
 
 
-_ALIGNED = 64
+_ALIGNED = 16
 
 _PLAIN = (
     int,
