@@ -12,10 +12,11 @@ def draw_layers(draw: Draw) -> Drawn:
     """Four to eight calls of one or two layers, inline or checkpointed, that update ``state`` or draw numbers."""
     count = draw.integer(4, 8)
     draw.need("sizes", f"COUNT, TOKENS, WIDTH = {count}, {draw.mostly(4, 0, 1, 3)}, 2")
-    names = [_layer(draw) for _ in range(draw.mostly(1, 2))]
+    updates = draw.chance(0.3)  # not in a checkpoint, which saves what it takes
+    names = [_layer(draw, updates=updates) for _ in range(draw.mostly(1, 2))]
     draw.emit("hidden = x")
     draw.emit("other = x * 0.5")
-    draw.values += [Value("hidden", "float", 2), Value("other", "float", 2), Value("table", "float", 2)]
+    draw.values += [Value("hidden", "float", 2), Value("other", "float", 2), Value("table", "float", 2, is_leaf=True)]
     draw.emit("kept = []")
     weights = draw.mostly(
         "[stacked[i] for i in range(COUNT)]",
@@ -39,7 +40,7 @@ def draw_layers(draw: Draw) -> Drawn:
             else draw.pick(f"({names[0]}, {names[1]})[i % 2]", f"({names[0]} if i < 3 else {names[1]})")
         )
         given = f"hidden, other, weights[i], scale[i], table, {state}, {eps}"
-        if draw.chance(0.3):
+        if not updates and draw.chance(0.4):
             draw.emit(f"hidden, other = checkpoint({name}, {given}, use_reentrant=False)")
         else:
             draw.emit(f"hidden, other = {name}({given})")
@@ -71,7 +72,7 @@ def draw_layers(draw: Draw) -> Drawn:
     return Drawn(made, ("x", "stacked", "scale", "table", "state"))
 
 
-def _layer(draw: Draw) -> str:
+def _layer(draw: Draw, *, updates: bool) -> str:
     """The name of a function of ``_ARGUMENTS`` in front of the program that returns ``hidden, other``."""
     inner = Draw(draw.random, draw.device, twists=draw.twists / 4)
     inner.twist, inner.oddness, inner.prelude = draw.twist, draw.oddness, draw.prelude
@@ -86,7 +87,7 @@ def _layer(draw: Draw) -> str:
     for _ in range(inner.integer(4, 9)):
         inner.emit(inner.pick(*STEPS))
         inner.maybe_twist()
-    if inner.chance(0.25):
+    if updates:
         inner.emit(inner.pick(*UPDATES))
     if inner.chance(0.25):
         inner.emit(inner.pick(*RANDOM))
@@ -104,7 +105,7 @@ STEPS = (
     "hidden, other = other, hidden + other * eps",
     "other = torch.sigmoid(other) * table.cos() + hidden.detach()",
     "hidden = F.layer_norm(hidden, (hidden.shape[-1],), scale, None, eps)",
-    "hidden = torch.cat([hidden, other], -1).view(hidden.shape[0], 2, -1).sum(1)",
+    "hidden = torch.cat([hidden, other], -1).view(hidden.shape[0], 2, hidden.shape[1]).sum(1)",
     "first, second = (hidden @ weight).chunk(2, -1); other = other + torch.cat([second.sin(), first.cos()], -1)",
     "hidden = hidden.t().contiguous().t() + scale.expand_as(hidden)",
     "hidden = F.scaled_dot_product_attention(hidden[None, None], other[None, None], table[None, None])[0, 0] + other",
