@@ -13,7 +13,8 @@ Rows: ``keep`` (glue, nothing is recomputed but what its compiler fuses), ``indu
 The model has random frozen weights; LoRA adapters of rank 16 on the query and value projections train, without an
 optimiser. All rows compile side by side, each in a process of its own, and are timed one after the other when all are
 ready. Columns: milliseconds of a step, median; GiB at the peak; both as planned; bytes moved to the host, kernels that
-are computed again, seconds of planning and of the first step.
+are computed again, seconds of planning and of the first step; the largest difference of a gradient of the last step
+from the first row's, relative to that gradient's largest number (what bf16 rounds is some hundredths).
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ import statistics
 import time
 import traceback
 import warnings
-from collections.abc import Callable
 from multiprocessing.synchronize import Barrier, Lock
 from typing import Any
 
@@ -49,7 +49,10 @@ from benchmarks.frontier_svg import Dot, draw
 
 DEFAULT_ROWS = "keep,plan-24GiB,plan-16GiB,plan-11.2GiB,knapsack-0.5,knapsack-0.2,checkpoints,policy,offload"
 GIB = 2**30
-COLUMNS = ("step ms", "peak GiB", "planned ms", "planned GiB", "moved GiB", "recomputed", "planning s", "first s")
+COLUMNS = (
+    *("step ms", "peak GiB", "planned ms", "planned GiB", "moved GiB", "recomputed", "planning s", "first s"),
+    "gradients",
+)
 
 
 def without_checkpoint(layer: nn.Module, *given: Tensor) -> Tensor:
@@ -90,7 +93,8 @@ def prepare(row: str) -> tuple[RunLayer, dict[str, Any]]:
     if kind == "plan":
         size, _, how = size.partition("-")
         run = checkpointed if how == "checkpoints" else without_checkpoint
-        return run, {"backend": "glue", "options": {"memory_budget": size, "dump": os.environ["FRONTIER_DUMP"]}}
+        options = {"memory_budget": size, "passes": {"plan_memory": True}, "dump": os.environ["FRONTIER_DUMP"]}
+        return run, {"backend": "glue", "options": options}
     raise ValueError(f"there is no row '{row}'; see --help")
 
 
@@ -105,7 +109,7 @@ def measure(row: str, number: int, shape: Shape, steps: int, everyone: Barrier, 
         device = torch.device("cuda", number % cards) if cards else torch.device("cpu")
         if cards:
             torch.cuda.set_device(device)
-        step = _stepper(row, shape, device)
+        step = Stepper(row, shape, device)
         found["first s"] = step() / 1e3
         step()
         if cards:
@@ -121,28 +125,46 @@ def measure(row: str, number: int, shape: Shape, steps: int, everyone: Barrier, 
             found["step ms"] = statistics.median(step() for _ in range(steps))
             if device.type == "cuda":
                 found["peak GiB"] = torch.cuda.max_memory_allocated() / GIB
+            torch.save(step.gradients, f"{path}.gradients")
         found |= _planned(f"{path}.dump")
     with open(f"{path}.json", "w") as file:
         json.dump(found, file)
 
 
-def _stepper(row: str, shape: Shape, device: torch.device) -> Callable[[], float]:
-    torch.manual_seed(0)
-    run_layer, settings = prepare(row)
-    model = Decoder(shape, device, run_layer=run_layer)
-    batch = batch_of(shape, device)
-    call = torch.compile(model, fullgraph=True, **settings)
+class Stepper:
+    """Runs steps of a row, each timed in milliseconds; ``gradients`` are the last one's."""
 
-    def step() -> float:
+    def __init__(self, row: str, shape: Shape, device: torch.device) -> None:
+        torch.manual_seed(0)
+        run_layer, settings = prepare(row)
+        self.model = Decoder(shape, device, run_layer=run_layer)
+        self.batch = batch_of(shape, device)
+        self.call = torch.compile(self.model, fullgraph=True, **settings)
+        self.gradients: list[Tensor | None] = []
+
+    def __call__(self) -> float:
+        self.gradients.clear()
         start = time.perf_counter()
-        call(*batch).backward()
-        for tensor in (*model.parameters(), *batch):
+        self.call(*self.batch).backward()
+        inputs = (*self.model.parameters(), *self.batch)
+        self.gradients += [tensor.grad for tensor in inputs]
+        for tensor in inputs:
             tensor.grad = None
-        if device.type == "cuda":
+        if inputs[0].is_cuda:
             torch.cuda.synchronize()
         return (time.perf_counter() - start) * 1e3
 
-    return step
+
+def _difference(path: str, first: str) -> float:
+    """Of two files of gradients; infinite where one of them is None."""
+    worst = 0.0
+    for one, other in zip(torch.load(path), torch.load(first), strict=True):
+        if one is None or other is None:
+            worst = worst if one is other else float("inf")
+        else:
+            one, other = one.cpu().double(), other.cpu().double()
+            worst = max(worst, float((one - other).abs().max() / other.abs().max()))
+    return worst
 
 
 def _planned(folder: str) -> dict[str, float]:
@@ -181,6 +203,9 @@ def run(rows: list[str], shape: Shape, steps: int, folder: str) -> dict[str, dic
         if os.path.exists(path):
             with open(path) as file:
                 found[row] = json.load(file)
+        both = [os.path.join(folder, f"{each}.gradients") for each in (row, rows[0])]
+        if all(map(os.path.exists, both)):
+            found[row]["gradients"] = _difference(*both)
     return found
 
 
@@ -209,7 +234,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _text(value: float | None) -> str:
-    return "" if value is None else f"{value:.1f}" if value >= 100 else f"{value:.2f}"
+    return "" if value is None else f"{value:.1f}" if value >= 100 else f"{value:.3g}"
 
 
 if __name__ == "__main__":
