@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from glue_compiler.fx.effects import EffectAnalysis
     from glue_compiler.fx.training_pair import TrainingPair
     from glue_compiler.options import GlueOptions
+    from glue_compiler.pipeline import PassReport
 
 
 class Stage(enum.Enum):
@@ -170,3 +171,15 @@ class JointPass(GraphPass):
     @abstractmethod
     def run_joint(self, joint: fx.GraphModule, num_outputs: int, context: PassContext) -> PassResult:
         """Mark nodes of ``joint``, whose first ``num_outputs`` results are the forward's."""
+
+    def simpler(self, report: PassReport) -> JointPass | None:
+        """What to try where the partitioner refuses the marks that this one reports, or they miss what they are for.
+
+        None: no marks.
+        """
+        return None
+
+    def excess(self, pair: TrainingPair, context: PassContext) -> int:
+        """By how much a pair misses what the marks are for; 0: it does not. Of several the one that misses least is
+        taken, and of equal ones the first."""
+        return 0

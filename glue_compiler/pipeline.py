@@ -21,6 +21,7 @@ from torch import fx
 from glue_compiler import compat
 from glue_compiler.capture.regions import SpeculativeRegion
 from glue_compiler.compat import partition
+from glue_compiler.compat.partition import Graphs
 from glue_compiler.deferred.outputs import DeferredOutput
 from glue_compiler.errors import GlueContractError, GlueOffloadError, GlueWarning
 from glue_compiler.fuel import Fuel, Rewrite, RewriteCounter
@@ -40,6 +41,7 @@ from glue_compiler.graph_pass import (
     Skip,
     Stage,
 )
+from glue_compiler.marked_partition import partition_marked
 from glue_compiler.observer import Observer
 from glue_compiler.options import GlueOptions
 from glue_compiler.sources import sources_of
@@ -127,17 +129,15 @@ class Pipeline:
         observer.pair_finished(pair)
         return reports
 
-    def run_joint(
-        self, joint: fx.GraphModule, num_outputs: int, passes: Sequence[JointPass], observer: Observer = _NOBODY
-    ) -> list[PassReport]:
+    def run_joint(self, joint: fx.GraphModule, num_outputs: int, passes: Sequence[JointPass]) -> list[PassReport]:
         """Run ``passes`` on the joint graph of a training step, in place."""
         context = PassContext(self.options, EffectAnalysis.for_graph(joint))
-        reports = []
-        for graph_pass in passes:
-            run = functools.partial(graph_pass.run_joint, joint, num_outputs)
-            reports.append(self._run_one(graph_pass, [joint], run, lambda *_: joint.graph.lint(), context))
-            observer.marked(reports[-1])
-        return reports
+        return [
+            self._run_one(
+                p, [joint], functools.partial(p.run_joint, joint, num_outputs), lambda *_: joint.graph.lint(), context
+            )
+            for p in passes
+        ]
 
     def step_passes(self, gm: fx.GraphModule) -> tuple[JointPass | PairPass, ...]:
         """The passes that may have something to do in the joint, forward and backward graphs that ``gm`` becomes."""
@@ -151,8 +151,11 @@ class Pipeline:
         on_joint = [p for p in passes if isinstance(p, JointPass)]
         on_pairs = [p for p in passes if isinstance(p, PairPass)]
 
-        def mark(joint: fx.GraphModule, num_outputs: int) -> None:
-            self.run_joint(joint, num_outputs, on_joint, observer)
+        def mark(joint: fx.GraphModule, num_outputs: int, partition: Callable[[], Graphs]) -> Graphs:
+            reports, graphs = partition_marked(self, joint, num_outputs, on_joint, on_pairs, partition)
+            for report in reports:
+                observer.marked(report)
+            return graphs
 
         def edit(forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int) -> None:
             self.run_pair(TrainingPair(forward, backward, num_outputs), on_pairs, observer)

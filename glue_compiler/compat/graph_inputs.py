@@ -40,3 +40,23 @@ def subclass_of(placeholder: fx.Node) -> str | None:
     kind: Any = type(example)
     is_passive = kind.__torch_function__ is torch._C._disabled_torch_function_impl
     return None if is_passive and not hasattr(kind, "__tensor_flatten__") else kind.__name__
+
+
+def written_inputs(joint: fx.GraphModule) -> set[fx.Node]:
+    """The inputs of a joint graph whose memory is another's value when its backward runs.
+
+    The graph itself writes some, and AOTAutograd writes the others when the forward has returned. Must be called while
+    it partitions the graph.
+    """
+    placeholders = joint.graph.find_nodes(op="placeholder")
+    written = {
+        operand
+        for node in joint.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+        for operand in node.all_input_nodes[:1]
+    }
+    context = torch._guards.TracingContext.try_get()
+    metadata = getattr(context, "fw_metadata", None)
+    if metadata is not None:
+        first = len(metadata.tokens)  # which come in front of the inputs
+        written |= {placeholders[first + index] for index in metadata.mutated_inp_runtime_indices}
+    return written & set(placeholders)

@@ -13,6 +13,9 @@ from glue_compiler.compat.inductor import uuid_beside
 from glue_compiler.compat.nested_graphs import call_bodies_as_modules
 from glue_compiler.compat.offload_policies import save_what_is_to_be_offloaded
 
+Graphs = tuple[fx.GraphModule, fx.GraphModule]
+"""A forward and a backward graph."""
+
 
 @dataclass(frozen=True)
 class Edit:
@@ -20,11 +23,12 @@ class Edit:
 
     Attributes:
         pair: changes a forward and a backward graph in place.
-        joint: marks nodes of the joint graph that they will be made of; None if nothing is to be marked.
+        joint: marks nodes of the joint graph that they will be made of, and has it partitioned by its last argument,
+            which may be called again after a mark was changed; None if nothing is to be marked.
     """
 
     pair: Callable[[fx.GraphModule, fx.GraphModule, int], None]
-    joint: Callable[[fx.GraphModule, int], None] | None = None
+    joint: Callable[[fx.GraphModule, int, Callable[[], Graphs]], Graphs] | None = None
 
 
 _custom_passes = getattr(torch._inductor, "custom_graph_pass", None)
@@ -43,20 +47,24 @@ class EditedPartition(_CustomPartitionerFn):
         self.edit = edit
         self.inner = inner
 
-    def __call__(
-        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
-    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Graphs:
         from torch._functorch.partitioners import min_cut_rematerialization_partition
 
         if self.edit is None:
             raise RuntimeError("a partitioner that came out of a cache key partitions nothing")
-        if self.edit.joint is not None:
+        partition: Callable[..., Graphs] = self.inner or min_cut_rematerialization_partition
+
+        def partitioned() -> Graphs:
+            save_what_is_to_be_offloaded(gm)
+            return partition(gm, joint_inputs, **kwargs)
+
+        num_outputs = kwargs["num_fwd_outputs"]
+        if self.edit.joint is None:
+            forward, backward = partitioned()
+        else:
             _merge_equal(gm)
-            self.edit.joint(gm, kwargs["num_fwd_outputs"])
-        save_what_is_to_be_offloaded(gm)
-        partition: Callable[..., Any] = self.inner or min_cut_rematerialization_partition
-        forward, backward = partition(gm, joint_inputs, **kwargs)
-        self.edit.pair(forward, backward, kwargs["num_fwd_outputs"])
+            forward, backward = self.edit.joint(gm, num_outputs, partitioned)
+        self.edit.pair(forward, backward, num_outputs)
         return forward, backward
 
     def uuid(self) -> Any | None:

@@ -14,6 +14,7 @@ from glue_compiler.fx.values import is_in_order, is_plain, value_of
 from glue_compiler.graph_pass import JointPass, Numerics, PassContext, PassResult, Skip
 from glue_compiler.ops.copy_engine import why_no_copies
 from glue_compiler.ops.device_rates import rates_of
+from glue_compiler.passes.overlap_offload.memory import peak_of
 from glue_compiler.passes.plan_memory.costs import Costs
 from glue_compiler.passes.plan_memory.plan import Plan, plan_memory
 from glue_compiler.passes.plan_memory.step import Step, read_step
@@ -21,8 +22,9 @@ from glue_compiler.passes.plan_memory.step import Step, read_step
 if TYPE_CHECKING:
     from torch import fx
 
+    from glue_compiler.fx.training_pair import TrainingPair
     from glue_compiler.options import GlueOptions
-
+    from glue_compiler.pipeline import PassReport
 
 MARGIN = 0.97
 """The share of the budget that is planned for: predictions here and from the partitioned graphs differ by less."""
@@ -42,8 +44,22 @@ class PlanMemory(JointPass):
     numerics: ClassVar[Numerics] = Numerics.BITWISE
     default: ClassVar[bool] = False
 
+    def __init__(self, moves: bool = True) -> None:
+        self.moves = moves
+        """May values wait on the host?"""
+
     def cache_options(self, options: GlueOptions) -> Any:
-        return options.memory_budget
+        return options.memory_budget, self.moves
+
+    def simpler(self, report: PassReport) -> PlanMemory | None:
+        return PlanMemory(moves=False) if self.moves and report.counts.get("moved_bytes") else None
+
+    def excess(self, pair: TrainingPair, context: PassContext) -> int:
+        """Bytes by which the predicted peak of a pair is above the budget."""
+        budget = context.options.memory_budget
+        assert budget is not None
+        fuses = context.options.compiler == "inductor"
+        return max(0, peak_of(pair, context.shape_env, only_realised=fuses) - budget)
 
     def wants_joint(self, graph: fx.GraphModule, options: GlueOptions) -> bool:
         return options.memory_budget is not None
@@ -58,7 +74,7 @@ class PlanMemory(JointPass):
         step, nodes = read_step(joint, num_outputs, Costs(rates, device), context.shape_env)
         if not step.needed:
             return PassResult(changed=False, skips=(Skip("backward needs nothing but the graph's inputs"),))
-        moves = not inductor.uses_cuda_graphs(context.options.inductor) and why_no_copies(device) is None
+        moves = self.moves and not inductor.uses_cuda_graphs(context.options.inductor) and why_no_copies(device) is None
         fuses = context.options.compiler == "inductor"
         plan = plan_memory(
             step, rates, int(MARGIN * budget), _movable(step, nodes) if moves else frozenset(), fuses=fuses

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
-from glue_compiler.compat import checkpoint_tags
+from glue_compiler.compat import checkpoint_tags, graph_inputs
 from glue_compiler.fx import joint_graphs
 from glue_compiler.fx.device_bytes import bytes_counter
 from glue_compiler.fx.storage_roots import storage_root
@@ -102,6 +102,7 @@ def read_step(joint: fx.GraphModule, num_outputs: int, costs: Costs, shape_env: 
     places = {node: place for place, node in enumerate(nodes)}
     nbytes = bytes_counter([node for node in nodes if node.op == "placeholder"], shape_env)
     backward = joint_graphs.depends_on_gradients(nodes)
+    written = graph_inputs.written_inputs(joint)
     outputs, gradients = joint_graphs.results_of(joint, num_outputs)
 
     values = []
@@ -121,7 +122,8 @@ def read_step(joint: fx.GraphModule, num_outputs: int, costs: Costs, shape_env: 
                 is_backward=node in backward,
                 is_symbol=isinstance(value, Symbolic),
                 may_save=_is_a_tensor_of_its_own(node, root),
-                may_recompute=policy != "save" and not is_input and joint_graphs.may_recompute(node),
+                may_recompute=policy == "recompute"
+                or (policy is None and not is_input and _gives_the_same_again(node, root, written)),
                 must_recompute=policy == "recompute",
             )
         )
@@ -143,6 +145,12 @@ def _is_a_tensor_of_its_own(node: fx.Node, root: fx.Node) -> bool:
     if not isinstance(value_of(node), (torch.Tensor, *Symbolic)):
         return False
     return root is node or len(tensors_in(value_of(root))) != 1 or not isinstance(value_of(root), torch.Tensor)
+
+
+def _gives_the_same_again(node: fx.Node, root: fx.Node, written: Collection[fx.Node]) -> bool:
+    """In backward, too, when inputs that the step writes hold something else? A view reads nothing."""
+    reads = () if root is not node else node.all_input_nodes
+    return joint_graphs.may_recompute(node) and not any(storage_root(read) in written for read in reads)
 
 
 def _ancestors(places: Sequence[int], values: Sequence[Value]) -> set[int]:

@@ -12,6 +12,7 @@ from glue_compiler.testing.fuzz.layers import draw_layers
 from glue_compiler.testing.fuzz.losses import draw_losses
 from glue_compiler.testing.fuzz.metadata import draw_metadata
 from glue_compiler.testing.fuzz.programs import Call, Program, Statement
+from glue_compiler.testing.fuzz.steps import draw_steps
 from glue_compiler.testing.fuzz.twists import twist
 
 KINDS: dict[str, Callable[[Draw], Drawn]] = {
@@ -20,6 +21,7 @@ KINDS: dict[str, Callable[[Draw], Drawn]] = {
     "layers": draw_layers,
     "losses": draw_losses,
     "metadata": draw_metadata,
+    "steps": draw_steps,
 }
 
 
@@ -74,6 +76,10 @@ def draw_program(
         body, outputs = _checkpointed(draw, drawn.inputs, body, outputs), ("*results",)
         if compiled == ("f",) and draw.chance(0.4) and not plain:
             compiled = ("region",)  # as layers are that are compiled one by one
+    options: tuple[tuple[str, object], ...] = ()
+    if kind == "steps" or draw.chance(0.1):
+        budget = int(10 ** draw.random.uniform(1.5, 5))
+        options = (("memory_budget", budget), ("passes", {"plan_memory": True}))
     prelude = (Statement(f"FLOAT = {float_type}"), *draw.prelude.values())
     between = "pass" if plain else draw.mostly("pass", *BETWEEN, share=0.9)
     may_write = between == "pass" and not plain and not draw.fixed_inputs
@@ -93,6 +99,7 @@ def draw_program(
         refill=draw.mostly(*REFILLS),
         between=between,
         written=written,
+        options=options,
         precision=draw.precision,
         dynamic=False if plain else draw.mostly(None, True, False, share=0.9),
     )
