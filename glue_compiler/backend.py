@@ -16,6 +16,7 @@ from glue_compiler.forward_mode import refuse_tangents
 from glue_compiler.fuel import RewriteCounter
 from glue_compiler.graph_pass import Numerics, Stage
 from glue_compiler.handoff import HandOff, hand_off, hand_off_in_parts
+from glue_compiler.memory_budget import in_bytes
 from glue_compiler.options import GlueOptions, extra_passes_in, parse_options
 from glue_compiler.pipeline import Pipeline
 from glue_compiler.report.session import Session
@@ -49,6 +50,7 @@ class GlueBackend:
     ) -> Callable[..., Any]:
         compat.warn_if_untested()
         pipeline = self._pipeline_for({"mode": mode, "options": options})
+        pipeline = pipeline.with_options(in_bytes(pipeline.options, example_inputs))
         capture.check_leaves(gm)
         observer = watchers.watch(pipeline.options, self._session_for(pipeline.options))
         with self.rewrites.undone_on_error():

@@ -60,7 +60,8 @@ class GlueOptions:
         pinned_limit: the most bytes of page-locked host memory that this process may hold for copies; None: no limit.
             Beyond it, ordinary memory is used, which is slower. An int, or a string such as ``"8GiB"``.
         memory_budget: bytes of device memory for a training step: of the inputs of checkpointed regions, the fewest
-            bytes move that bring the predicted peak below it. None: ``offload`` decides. An int, or ``"24GiB"``.
+            bytes move that bring the predicted peak below it. None: ``offload`` decides. An int, ``"24GiB"``, a float
+            as a share of the card, or ``"auto"``: what the card has free when a graph is compiled, less a margin.
         fuel: the number of the last single rewrite that is made, over all passes and graphs in order; None: all are.
         verify: check every call of a compiled graph, forward and backward, against its graph from before glue.
         extra_passes: passes of the user's own: objects, classes, or names as ``"module:Class"``.
@@ -78,11 +79,17 @@ class GlueOptions:
     memoize_threshold: int = 2**20
     offload: Literal["checkpoints"] | None = None
     pinned_limit: int | None = None
-    memory_budget: int | None = None
+    memory_budget: int | float | Literal["auto"] | None = None
     fuel: int | None = None
     verify: bool = False
     extra_passes: tuple[Any, ...] = ()
     inductor: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def budget(self) -> int | None:
+        """``memory_budget`` as passes read it: in bytes, as ``memory_budget.in_bytes`` has made it."""
+        assert self.memory_budget is None or isinstance(self.memory_budget, int)
+        return self.memory_budget
 
     def is_enabled(self, name: str, default: bool) -> bool:
         return self.passes.get(name, default)
@@ -165,6 +172,26 @@ def _budget(value: Any, _: Collection[str]) -> int | None:
     if isinstance(value, str) and value.strip().isdecimal() and 0 < found < 2**20:
         raise GlueOptionError(f"{value!r} has no unit; write '{value.strip()}GiB', or an int for a number of bytes")
     return found
+
+
+def _memory_budget(value: Any, _: Collection[str]) -> int | float | str | None:
+    text = value.strip().lower() if isinstance(value, str) else ""
+    if text == "auto":
+        return "auto"
+    share = value if isinstance(value, float) else float(text) if re.fullmatch(r"\d*\.\d+", text) else None
+    if share is None:
+        try:
+            return _budget(value, _)
+        except GlueOptionError as error:
+            raise GlueOptionError(
+                f"option 'memory_budget': {error}, 'auto', or a share of the card such as 0.8"
+            ) from None
+    if not 0 < share <= 1:
+        raise GlueOptionError(
+            f"option 'memory_budget': {value!r} is no share of the card; write a float above 0 and up to 1, an int for "
+            "a number of bytes, or a string with a unit, such as '24GiB'"
+        )
+    return share
 
 
 def shortened(text: str, most: int = 40) -> str:
@@ -262,7 +289,7 @@ _CONVERT = {
     "memoize_threshold": lambda value, _: parse_bytes(value),
     "offload": _offload,
     "pinned_limit": _budget,
-    "memory_budget": _budget,
+    "memory_budget": _memory_budget,
     "fuel": _fuel,
     "verify": _flag("verify"),
     "extra_passes": _extra_passes,

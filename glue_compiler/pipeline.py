@@ -91,6 +91,12 @@ class Pipeline:
         pipeline.passes = (graph_pass,)
         return pipeline
 
+    def with_options(self, options: GlueOptions) -> Pipeline:
+        """The same passes with other options, which switch none of them on or off."""
+        pipeline = Pipeline([], options, self.counter)
+        pipeline.passes = self.passes
+        return pipeline
+
     def run(self, gm: fx.GraphModule, stage: Stage, observer: Observer = _NOBODY) -> list[PassReport]:
         """Run the passes of ``stage`` on ``gm``, in place."""
         context = PassContext(self.options, EffectAnalysis.for_graph(gm))

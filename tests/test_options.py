@@ -126,6 +126,27 @@ def test_a_budget_that_has_a_unit_or_is_large_is_meant(budget, meant):
     assert parse({"memory_budget": budget}).memory_budget == meant
 
 
+@pytest.mark.parametrize(
+    ("budget", "meant"), [("auto", "auto"), (" Auto ", "auto"), (0.8, 0.8), (1.0, 1.0), ("0.8", 0.8), (".5", 0.5)]
+)
+def test_a_budget_may_be_what_is_free_or_a_share_of_the_card(budget, meant):
+    assert parse({"memory_budget": budget}).memory_budget == meant
+
+
+@pytest.mark.parametrize("budget", [0.0, -0.5, 1.5, 24.0, float("nan"), float("inf"), "1.5", "0.0"])
+def test_what_is_no_share_of_the_card_is_an_error(budget):
+    with pytest.raises(GlueOptionError, match="'memory_budget': .* is no share of the card; write a float above 0"):
+        parse({"memory_budget": budget})
+
+
+@pytest.mark.parametrize("budget", ["automatic", "80%", True, -1, "24 potatoes", [24], ""])
+def test_any_other_budget_is_an_error_that_says_what_there_is(budget):
+    with pytest.raises(
+        GlueOptionError, match=r"'memory_budget': .*'64MiB', 'auto', or a share of the card such as 0\.8"
+    ):
+        parse({"memory_budget": budget})
+
+
 @pytest.mark.parametrize("value", ["9" * 400, "9" * 400 + "GiB", 10**400, "1e400"])
 def test_more_bytes_than_an_address_holds_are_an_error(value):
     with pytest.raises(GlueOptionError) as raised:

@@ -34,10 +34,12 @@ def offload_start(source: Tensor, after: Tensor | None, pinned_limit: int) -> Te
 
     Returns:
         A contiguous host tensor of the same sizes and dtype, whatever a compiler made of the source's strides: it would
-        copy other ones, on the host, before they are there. On an accelerator it may be read only by ``reload_start``;
-        ``source`` must live until ``offload_wait``.
+        copy other ones, on the host, before they are there. Four sizes and more have one of 1 in front of them: near
+        convolutions Inductor turns results of four dimensions into channels-last ones. On an accelerator it may be read
+        only by ``reload_start``; ``source`` must live until ``offload_wait``.
     """
-    return engine.start_offload(source.contiguous(), None if pinned_limit < 0 else pinned_limit)
+    host = engine.start_offload(source.contiguous(), None if pinned_limit < 0 else pinned_limit)
+    return host.unsqueeze(0) if host.dim() >= 4 else host
 
 
 def offload_wait(host: Tensor, source: Tensor, after: Tensor | None) -> Tensor:
@@ -52,8 +54,11 @@ def offload_wait(host: Tensor, source: Tensor, after: Tensor | None) -> Tensor:
 
 
 def reload_start(host: Tensor, after: Tensor | None, device: torch.device) -> Tensor:
-    """Start a copy of ``host`` to ``device``. The result may be read after ``reload_wait`` only."""
-    return engine.start_reload(host, device)
+    """Start a copy of ``host`` to ``device``, of the sizes that ``offload_start`` was given.
+
+    The result may be read after ``reload_wait`` only.
+    """
+    return engine.start_reload(host.squeeze(0) if host.dim() > 4 else host, device)
 
 
 def reload_wait(buffer: Tensor, after: Tensor | None) -> Tensor:
@@ -72,12 +77,14 @@ TRANSFERS = frozenset(
 
 @torch.library.register_fake("glue::offload_start", lib=_library)
 def _(source: Tensor, after: Tensor | None, pinned_limit: int) -> Tensor:
-    return torch.empty_like(source, device="cpu", memory_format=torch.contiguous_format)
+    sizes = (1, *source.shape) if source.dim() >= 4 else source.shape
+    return source.new_empty(sizes, device="cpu")
 
 
 @torch.library.register_fake("glue::reload_start", lib=_library)
 def _(host: Tensor, after: Tensor | None, device: torch.device) -> Tensor:
-    return torch.empty_strided(host.size(), host.stride(), dtype=host.dtype, device=device)
+    sizes, strides = (host.shape[1:], host.stride()[1:]) if host.dim() > 4 else (host.shape, host.stride())
+    return torch.empty_strided(sizes, strides, dtype=host.dtype, device=device)
 
 
 @torch.library.register_fake("glue::offload_wait", lib=_library)

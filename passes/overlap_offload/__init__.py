@@ -46,7 +46,7 @@ class OverlapOffload(PairPass):
     numerics: ClassVar[Numerics] = Numerics.BITWISE
 
     def cache_options(self, options: GlueOptions) -> Any:
-        return options.offload, options.pinned_limit, options.memory_budget
+        return options.offload, options.pinned_limit, options.budget
 
     def wants_pairs(self, graph: fx.GraphModule, options: GlueOptions) -> bool:
         policies = any(map(offload_policies.has_selective_policy, bodies.graph_modules(graph)))
@@ -79,9 +79,9 @@ class OverlapOffload(PairPass):
         schedule = schedule_moves(pair, regions, _allowed(regions, plan.moved, context.fuel), BUFFERS)
         skips += [*schedule.skips, *_preferred_but_left(regions, plan.moved, plan.reason)]
         counts = {"regions": len(regions)}
-        if options.memory_budget is not None and not is_planned:
-            counts |= {"predicted_peak": plan.peak_bytes, "memory_budget": options.memory_budget}
-            skips += _over_budget(plan.peak_bytes, plan.reason, options.memory_budget)
+        if options.budget is not None and not is_planned:
+            counts |= {"predicted_peak": plan.peak_bytes, "memory_budget": options.budget}
+            skips += _over_budget(plan.peak_bytes, plan.reason, options.budget)
         if not schedule.moves:
             if _moves_inputs(options):
                 nothing = (
@@ -94,10 +94,10 @@ class OverlapOffload(PairPass):
         check_offload(pair, groups, schedule.buffers)
         moved = [move.one for region in schedule.moves for move in region]
         counts |= {"moved": len(moved), "bytes": sum(one.nbytes for one in moved)}
-        if options.memory_budget is not None and is_planned:
+        if options.budget is not None and is_planned:
             peak = peak_of(pair, context.shape_env, only_realised=options.compiler == "inductor")
-            counts |= {"predicted_peak": peak, "memory_budget": options.memory_budget}
-            skips += _over_budget(peak, "the lowest that plan_memory found", options.memory_budget)
+            counts |= {"predicted_peak": peak, "memory_budget": options.budget}
+            skips += _over_budget(peak, "the lowest that plan_memory found", options.budget)
         return PassResult(changed=True, counts=counts, skips=tuple(skips))
 
     def _plan(
@@ -108,7 +108,7 @@ class OverlapOffload(PairPass):
         policy: Literal["all", "budget"],
         context: PassContext,
     ) -> OffloadPlan:
-        budget = context.options.memory_budget
+        budget = context.options.budget
         if budget is None:
             sizes = [Region(region.index, region.nbytes) for region in regions]
             return plan_offload(sizes, None, policy="all", buffers=BUFFERS, required=required)
@@ -120,7 +120,7 @@ class OverlapOffload(PairPass):
 
 
 def _moves_inputs(options: GlueOptions) -> bool:
-    return options.offload is not None or options.memory_budget is not None
+    return options.offload is not None or options.budget is not None
 
 
 def _is_on_the_host(regions: list[RegionTensors]) -> bool:

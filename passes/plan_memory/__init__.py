@@ -49,23 +49,23 @@ class PlanMemory(JointPass):
         """May values wait on the host?"""
 
     def cache_options(self, options: GlueOptions) -> Any:
-        return options.memory_budget, self.moves
+        return options.budget, self.moves
 
     def simpler(self, report: PassReport) -> PlanMemory | None:
         return PlanMemory(moves=False) if self.moves and report.counts.get("moved_bytes") else None
 
     def excess(self, pair: TrainingPair, context: PassContext) -> int:
         """Bytes by which the predicted peak of a pair is above the budget."""
-        budget = context.options.memory_budget
+        budget = context.options.budget
         assert budget is not None
         fuses = context.options.compiler == "inductor"
         return max(0, peak_of(pair, context.shape_env, only_realised=fuses) - budget)
 
     def wants_joint(self, graph: fx.GraphModule, options: GlueOptions) -> bool:
-        return options.memory_budget is not None
+        return options.budget is not None
 
     def run_joint(self, joint: fx.GraphModule, num_outputs: int, context: PassContext) -> PassResult:
-        budget = context.options.memory_budget
+        budget = context.options.budget
         assert budget is not None
         device = device_of(joint.graph.find_nodes(op="placeholder"))
         if device is None:

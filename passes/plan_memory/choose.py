@@ -17,6 +17,8 @@ from glue_compiler.passes.plan_memory.step import Step
 
 ALWAYS = float("inf")
 SOURCE, SINK = "source", "sink"
+UNIT = 1e-15
+"""Seconds: what is cut is counted in these."""
 
 Edge = tuple[Any, Any, float]
 
@@ -78,14 +80,32 @@ class Chooser:
 
     def _cut(self, number: int, price: float) -> tuple[set[int], set[int]]:
         members = self._members[number]
-        outside = sorted({i for m in members for i in self.step.values[m].inputs if i in self._relevant} - set(members))
+        read = {self._memory_of(place) for m in members for place in self.step.values[m].inputs}
+        outside = sorted(place for place in read - set(members) if place is not None)
         local = {place: index for index, place in enumerate((*outside, *members))}
         edges = tuple(self._edges(members, outside, local, price))
         if edges not in self._cuts:
             self._cuts[edges] = _minimum_cut(edges)
         names = (*outside, *members)
         kept, again = self._cuts[edges]
-        return {names[index] for index in kept}, {names[index] for index in again if index >= len(outside)}
+        computed = {names[index] for index in again if index >= len(outside)}
+        return {names[index] for index in kept}, computed | self._views_read_by(computed)
+
+    def _memory_of(self, place: int) -> int | None:
+        """A view of what lies outside is there when its memory is; None for what always is."""
+        root = self.step.values[place].root
+        return None if self.step.values[root].is_input or root not in self._relevant else root
+
+    def _views_read_by(self, places: Collection[int]) -> set[int]:
+        """Views in other segments, each made again from its memory."""
+        values, found = self.step.values, set[int]()
+        waiting = [read for place in places for read in values[place].inputs]
+        while waiting:
+            read = waiting.pop()
+            if values[read].root != read and read not in found and read not in places:
+                found.add(read)
+                waiting += values[read].inputs
+        return found
 
     def _edges(
         self, members: Sequence[int], outside: Sequence[int], local: Mapping[int, int], price: float
@@ -95,11 +115,12 @@ class Chooser:
         A value on the sink's side is there in backward: saved, if its edge is cut, and recomputed otherwise.
         """
         edges: list[Edge] = []
+        own = set(members)
+
         for place in outside:
             # A border value is paid for by each segment that reads it, in parts.
             share = max(1, len(self._readers.get(self.step.values[place].root, ())))
             edges += [(SOURCE, local[place], ALWAYS), (local[place], ~local[place], self._price(place, price) / share)]
-        inside = {*members, *outside}
         for place in members:
             value, index = self.step.values[place], local[place]
             again = ALWAYS if not value.may_recompute or place in self._crossing else value.seconds
@@ -108,7 +129,8 @@ class Chooser:
             if again:
                 edges.append((SOURCE, index, again))
             edges.append((index, ~index, self._price(place, price)))
-            edges += [(~local[read], index, ALWAYS) for read in value.inputs if read in inside]
+            needed = {read if read in own else self._memory_of(read) for read in value.inputs}
+            edges += [(~local[operand], index, ALWAYS) for operand in sorted(n for n in needed if n is not None)]
             if place in self.step.needed:
                 edges.append((~index, SINK, ALWAYS))
         return edges
@@ -142,8 +164,10 @@ def _minimum_cut(edges: Sequence[Edge]) -> tuple[frozenset[int], frozenset[int]]
     graph = networkx.DiGraph()
     graph.add_nodes_from((SOURCE, SINK))
     for tail, head, capacity in edges:
-        graph.add_edge(tail, head, capacity=capacity)
+        # Whole numbers: sums of floats are rounded, and an edge that is almost full is none of the cut.
+        graph.add_edge(tail, head, capacity=capacity if capacity == ALWAYS else round(capacity / UNIT))
     _, (before, after) = networkx.minimum_cut(graph, SOURCE, SINK)
+    assert not any(capacity == ALWAYS and tail in before and head in after for tail, head, capacity in edges)
     saved = frozenset(
         tail for tail, head, _ in edges if isinstance(tail, int) and head == ~tail and tail in before and head in after
     )

@@ -34,7 +34,11 @@ def segmentations(step: Step) -> Iterator[Segments]:
 def _between(step: Step, borders: list[int]) -> Segments:
     begins = set(borders)
     numbers = accumulate(place in begins for place in step.forward)
-    return dict(zip(step.forward, numbers, strict=True))
+    found = dict(zip(step.forward, numbers, strict=True))
+    for place in step.forward:
+        if step.is_element(place):  # with what it is an element of, which has no value of its own to be kept
+            found[place] = min(found[read] for read in step.values[place].inputs)
+    return found
 
 
 def _by_regions(step: Step) -> Segments:

@@ -117,7 +117,7 @@ def read_step(joint: fx.GraphModule, num_outputs: int, costs: Costs, shape_env: 
                 root=places[root],
                 nbytes=own,
                 seconds=0.0 if is_input or root is not node else costs.seconds(node, shape_env),
-                is_kernel=is_kernel(node),
+                is_kernel=root is node and is_kernel(node),  # several views are none
                 is_input=is_input,
                 is_backward=node in backward,
                 is_symbol=isinstance(value, Symbolic),
