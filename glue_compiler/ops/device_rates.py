@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import getpass
-import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from glue_compiler.compat.wrapper_tensors import out_of_modes
+from glue_compiler.ops.measured_book import MeasuredBook
 
 _GUESSED = (1e11, 1e10, 1e10)
 """For devices whose speed is not measured, CPUs among them: plans then depend on sizes alone."""
@@ -105,41 +105,15 @@ def _seconds(run: Callable[[], object], times: int) -> float:
 
 
 def _remembered(key: str, device: torch.device, measure: Callable[[], Any]) -> Any:
-    """What ``measure`` says, from the file if it is there; processes measure one after the other."""
-    path = _file_for(torch.cuda.get_device_name(device), torch.__version__)
-    with _locked(path):
-        found = _read(path)
-        if key not in found:
-            with out_of_modes(), torch.no_grad(), torch.cuda.device(device):
-                found[key] = measure()
-            with contextlib.suppress(OSError):  # a disk that is full: the next process measures again
-                path.write_text(json.dumps(found))
-    return found[key]
+    def alone() -> Any:
+        with out_of_modes(), torch.no_grad(), torch.cuda.device(device):
+            return measure()
+
+    return _book_of(torch.cuda.get_device_name(device), torch.__version__).remembered(key, alone)
 
 
 @functools.cache
-def _file_for(device: str, version: str) -> Path:
+def _book_of(device: str, version: str) -> MeasuredBook:
     folder = Path(tempfile.gettempdir()) / f"glue_{getpass.getuser()}"
-    with contextlib.suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
     name = "".join(letter if letter.isalnum() else "_" for letter in f"{device}_{version}")
-    return folder / f"rates_{name}.json"
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Alone among the processes of this machine, where files can be locked."""
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(ImportError, OSError):
-            import fcntl
-
-            fcntl.flock(stack.enter_context(path.with_suffix(".lock").open("w")), fcntl.LOCK_EX)
-        yield
+    return MeasuredBook(folder / f"rates_{name}.json")
