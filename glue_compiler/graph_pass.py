@@ -79,6 +79,7 @@ class PassResult:
     where eager does not run it does nothing. It holds if the pass is not rolled back.
     ``deferred``: the graph's outputs that it no longer makes: they are computed when somebody reads them, from its
     inputs and from outputs of glue's own behind those that the caller gets.
+    ``drawing``: what ``glue view`` draws of a plan, as data for JSON.
     """
 
     changed: bool
@@ -87,6 +88,7 @@ class PassResult:
     prologue: Prologue | None = None
     proved: tuple[SpeculativeRegion, ...] = ()
     deferred: tuple[DeferredOutput, ...] = ()
+    drawing: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from torch import fx
 
@@ -65,6 +66,7 @@ class PassReport:
     prologue: Prologue | None = None
     proved: tuple[SpeculativeRegion, ...] = ()
     deferred: tuple[DeferredOutput, ...] = ()
+    drawing: Mapping[str, Any] | None = None
 
 
 _NOBODY = Observer()
@@ -239,6 +241,7 @@ class Pipeline:
             prologue=result.prologue,
             proved=result.proved,
             deferred=result.deferred,
+            drawing=result.drawing,
         )
 
 

@@ -61,6 +61,7 @@ def _pass_as_json(report: PassReport) -> dict[str, Any]:
         "skips": [{"reason": s.reason, "node": s.node, "source": s.source} for s in report.skips],
         "ms": round(report.milliseconds, 3),
         "error": report.error,
+        **({"drawing": report.drawing} if report.drawing is not None else {}),
     }
 
 

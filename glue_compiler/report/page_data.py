@@ -99,6 +99,7 @@ def _pass(p: RecordedPass, tables: _Tables, rates: Rates | None) -> dict[str, An
         "nodes": [_operators(p.graphs("before")), _operators(after)] if p.changed else None,
         "diff": tables.diff(p.aligned()),
         "prologue": tables.plain(p.graphs("prologue")),
+        "memory": p.drawing,
         "timeline": timeline and _timeline(timeline),
         "predicted": predicted and rates and _predicted(predicted, rates),
     }

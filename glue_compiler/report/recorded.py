@@ -19,7 +19,7 @@ class RecordedPass:
     """What one pass did to one graph.
 
     ``files`` are those of its graphs, by moment: before, after, prologue. ``rewrites`` are its single rewrites, each a
-    number over the whole process and what it did, where the dump has them.
+    number over the whole process and what it did, where the dump has them; ``drawing`` is as the pass gave it.
     """
 
     name: str
@@ -31,6 +31,7 @@ class RecordedPass:
     error: str | None
     files: Mapping[str, Path]
     rewrites: tuple[Mapping[str, Any], ...] = ()
+    drawing: Mapping[str, Any] | None = None
 
     def graphs(self, moment: str) -> tuple[GraphText, ...]:
         """The graph and its bodies at ``moment``; empty if the pass wrote none."""
@@ -132,6 +133,7 @@ def _graph(folder: Path, graph: Mapping[str, Any]) -> RecordedGraph:
                 error=p["error"],
                 files=files,
                 rewrites=tuple(p.get("rewrites", ())),
+                drawing=p.get("drawing"),
             )
         )
     unchanged = own / "00_unchanged.py"

@@ -16,7 +16,9 @@ from glue_compiler.ops.copy_engine import why_no_copies
 from glue_compiler.ops.device_rates import rates_of
 from glue_compiler.passes.overlap_offload.memory import peak_of
 from glue_compiler.passes.plan_memory.costs import Costs
+from glue_compiler.passes.plan_memory.drawing import drawing_of
 from glue_compiler.passes.plan_memory.plan import Plan, plan_memory
+from glue_compiler.passes.plan_memory.predict import Predictor
 from glue_compiler.passes.plan_memory.step import Step, read_step
 
 if TYPE_CHECKING:
@@ -34,8 +36,9 @@ class PlanMemory(JointPass):
     """With ``memory_budget``, decide for every value that backward needs: keep it, compute it again, or let it wait on
     the host.
 
-    Counts, predicted: ``peak`` bytes and ``microseconds`` of a step, ``saved_bytes``, of which ``moved_bytes`` are
-    copied, and the number of ``recomputed`` kernels.
+    Counts, predicted: ``peak`` bytes and ``microseconds`` of a step (``least_microseconds``: of the fastest plan that
+    was looked at, whatever it takes), ``saved_bytes``, of which ``moved_bytes`` are copied, and the number of
+    ``recomputed`` kernels.
 
     Bitwise as long as operators run one by one: a compiler that fuses rounds a tensor that is written out.
     """
@@ -76,14 +79,14 @@ class PlanMemory(JointPass):
             return PassResult(changed=False, skips=(Skip("backward needs nothing but the graph's inputs"),))
         moves = self.moves and not inductor.uses_cuda_graphs(context.options.inductor) and why_no_copies(device) is None
         fuses = context.options.compiler == "inductor"
-        plan = plan_memory(
-            step, rates, int(MARGIN * budget), _movable(step, nodes) if moves else frozenset(), fuses=fuses
-        )
+        movable = _movable(step, nodes) if moves else frozenset()
+        plan = plan_memory(step, rates, int(MARGIN * budget), movable, fuses=fuses)
         counts = _counts(step, plan)
         if not context.fuel.take("keep, recompute and move by plan"):
             return PassResult(changed=False, counts=counts)
         _write(plan, step, nodes)
-        return PassResult(changed=True, counts=counts)
+        predictor = Predictor(step, plan.segments, rates, movable, fuses=fuses)
+        return PassResult(changed=True, counts=counts, drawing=drawing_of(plan, step, predictor, budget))
 
 
 def _movable(step: Step, nodes: list[fx.Node]) -> frozenset[int]:
@@ -125,6 +128,7 @@ def _counts(step: Step, plan: Plan) -> Mapping[str, int]:
     return {
         "peak": plan.peak,
         "microseconds": round(plan.seconds * 1e6),
+        "least_microseconds": round(plan.least_seconds * 1e6),
         "saved_bytes": sum(step.values[place].nbytes for place in plan.saved),
         "moved_bytes": sum(step.values[place].nbytes for place in plan.moved),
         "recomputed": sum(step.values[place].is_kernel for place in plan.recomputed),

@@ -23,6 +23,10 @@ MOVING = 0.02
 """Seconds that a second of copying beside compute costs, for both read the same memory."""
 
 
+Lives = Mapping[int, tuple[int, int, int]]
+"""By value, its first and last place on the device, and its bytes."""
+
+
 @dataclass(frozen=True)
 class Prediction:
     """``seconds`` of a step, ``peak`` bytes; ``moved``: places of what waits for backward on the host."""
@@ -68,9 +72,17 @@ class Predictor:
         read = sum(self.step.values[p].nbytes for p in choice.saved)
         traffic = (written + read) / self.rates.memory
         seconds = self._base_seconds + extra + traffic + MOVING * 2 * copied / self.rates.link
-        ahead = self._forward_bytes(choice, moved)
-        back = self._backward_bytes(choice, moved, order, first, last, begins)
-        return Prediction(seconds, self.step.input_bytes + max(*ahead, *back, 0), moved)
+        ahead = self._lives_in_forward(choice, moved)
+        back = self._lives_in_backward(choice, moved, order, first, last, begins)
+        most = max(*_total(ahead, len(self.step.forward)), *_total(back, len(order)), 0)
+        return Prediction(seconds, self.step.input_bytes + most, moved)
+
+    def lives(self, choice: Choice, moved: Collection[int]) -> tuple[Lives, Lives, int, int]:
+        """By value, from where to where it is on the device, in forward and in backward; and the length of both."""
+        order, first, last, again = self._order_of_backward(choice)
+        begins, _ = self._segments_in_backward(order, again)
+        back = self._lives_in_backward(choice, moved, order, first, last, begins)
+        return self._lives_in_forward(choice, moved), back, len(self.step.forward), len(order)
 
     def _cost(self, place: int) -> float:
         value = self.step.values[place]
@@ -145,7 +157,7 @@ class Predictor:
                     moved.add(place)
         return frozenset(moved)
 
-    def _forward_bytes(self, choice: Choice, moved: Collection[int]) -> list[int]:
+    def _lives_in_forward(self, choice: Choice, moved: Collection[int]) -> Lives:
         values, index = self.step.values, self._forward_index
         last: dict[int, int] = {}
         for place, at in index.items():
@@ -164,9 +176,9 @@ class Predictor:
             elif place in moved:
                 over = max(over, self._ends.get(self.home[place] + 1, end) - 1)
             lives.append((place, at, over, counts))
-        return self._alive(list(self.step.forward), lives)
+        return self._on_the_device(list(self.step.forward), lives)
 
-    def _backward_bytes(
+    def _lives_in_backward(
         self,
         choice: Choice,
         moved: Collection[int],
@@ -174,7 +186,7 @@ class Predictor:
         first: Mapping[int, int],
         last: Mapping[int, int],
         begins: Mapping[int, int],
-    ) -> list[int]:
+    ) -> Lives:
         values = self.step.values
         lives = []
         for place in choice.saved:
@@ -186,11 +198,11 @@ class Predictor:
             if values[place].nbytes and place not in choice.saved:
                 over = len(order) - 1 if place in kept else last.get(place, at)
                 lives.append((place, at, over, place in self.step.realised or place in kept))
-        return self._alive(order, lives)
+        return self._on_the_device(order, lives)
 
-    def _alive(self, order: Sequence[int], lives: Sequence[tuple[int, int, int, bool]]) -> list[int]:
-        """Bytes at each place of ``order``. ``lives``: the value, its first and last place, and whether it counts even
-        if no kernel lies between the two."""
+    def _on_the_device(self, order: Sequence[int], lives: Sequence[tuple[int, int, int, bool]]) -> Lives:
+        """``lives``: the value, its first and last place in ``order``, and whether it counts even if no kernel lies
+        between the two."""
         values = self.step.values
         kernels = [0, *accumulate(values[place].is_kernel for place in order)]
         ends = {
@@ -198,11 +210,8 @@ class Predictor:
             for place, at, over, counts in lives
             if counts or not self._fuses or kernels[over] > kernels[min(at + 1, len(order))]
         }
-        changes = [0] * (len(order) + 1)
-        for place, (at, over) in (self._in_place(order, kernels, ends) if self._fuses else ends).items():
-            changes[at] += values[place].nbytes
-            changes[over + 1] -= values[place].nbytes
-        return list(accumulate(changes))[:-1] or [0]
+        found = self._in_place(order, kernels, ends) if self._fuses else ends
+        return {place: (at, over, self.step.values[place].nbytes) for place, (at, over) in found.items()}
 
     def _in_place(
         self, order: Sequence[int], kernels: Sequence[int], ends: Mapping[int, tuple[int, int]]
@@ -222,3 +231,12 @@ class Predictor:
                         found[other] = (ends[other][0], max(ends[other][0], at - 1))
                         break
         return found
+
+
+def _total(lives: Lives, length: int) -> list[int]:
+    """Bytes at each of so many places."""
+    changes = [0] * (length + 1)
+    for at, over, nbytes in lives.values():
+        changes[at] += nbytes
+        changes[over + 1] -= nbytes
+    return list(accumulate(changes))[:-1] or [0]

@@ -41,7 +41,8 @@ function viewsOf() {
   const current = pass();
   if (!current) return [["result", "graph after its passes"], ["syncs", `host syncs (${graph().syncs.length})`]];
   const views = [];
-  if (current.changed) views.push(["diff", "before and after"]);
+  if (current.memory) views.push(["memory", "memory"]);
+  if (current.diff.length) views.push(["diff", "before and after"]);
   if (current.prologue.length) views.push(["prologue", "once per batch"]);
   if (current.timeline) views.push(["timeline", "streams"]);
   if (current.predicted) views.push(["predicted", "streams in time"]);
@@ -139,6 +140,7 @@ function renderPanel() {
   if (state.view === "diff") showRows(rowsOfDiff(pass().diff));
   else if (state.view === "prologue") showRows(rowsOfGraphs(pass().prologue));
   else if (state.view === "result") showRows(rowsOfGraphs(graph().final));
+  else if (state.view === "memory") showMemory(pass().memory);
   else if (state.view === "timeline") showTimeline(pass().timeline);
   else if (state.view === "predicted") showTimeline(pass().predicted);
   else if (state.view === "rewrites") showRewrites();
@@ -454,6 +456,47 @@ function showTimeline(timeline) {
   const note = timeline.note ?? "Left to right: the order in which the host issues the work of one step, counted in operators, not in time. "
     + "A copy's bar goes from its start to the wait for it; what the compute stream does meanwhile is above it.";
   $("panel").replaceChildren(element("p", { class: "list muted" }, note), svg);
+}
+
+// -- the memory of a planned step
+
+function showMemory(plan) {
+  const [left, right, top, tall, bottom] = [90, 20, 24, 260, 20];
+  const width = Math.max(900, $("panel").clientWidth - 30);
+  const places = [...plan.forward, ...plan.backward];
+  const most = Math.max(plan.always + Math.max(0, ...places.map((one) => one.reduce((sum, value) => sum + value, 0))), 1);
+  // A budget far above all that is needed would leave nothing to be seen.
+  const high = Math.max(most, Math.min(plan.budget, 1.5 * most)) * 1.05;
+  const x = (index) => left + (index * (width - left - right)) / Math.max(1, places.length);
+  const y = (bytes) => top + tall - (bytes * tall) / high;
+  const gib = (bytes) => `${(bytes / 2 ** 30).toPrecision(3)} GiB`;
+  const svg = drawn("svg", { width, height: top + tall + bottom, role: "img", "aria-label": "device memory over one training step" });
+  const border = x(plan.forward.length);
+  svg.append(drawn("line", { class: "axis", x1: border, x2: border, y1: 8, y2: top + tall }));
+  svg.append(drawn("text", { x: left, y: 16 }, "forward"), drawn("text", { x: border + 6, y: 16 }, "backward"));
+  const floor = places.map(() => 0);
+  const layer = (name, bytes) => {
+    const upper = places.map((_, index) => floor[index] + bytes(index));
+    const points = [];
+    upper.forEach((value, index) => points.push(`${x(index)},${y(value)}`, `${x(index + 1)},${y(value)}`));
+    for (let index = places.length - 1; index >= 0; index -= 1) points.push(`${x(index + 1)},${y(floor[index])}`, `${x(index)},${y(floor[index])}`);
+    svg.append(drawn("polygon", { class: `memory ${name}`, points: points.join(" "), "aria-label": name },
+      drawn("title", {}, `${name}: at most ${gib(Math.max(0, ...places.map((_, index) => bytes(index))))}`)));
+    upper.forEach((value, index) => { floor[index] = value; });
+  };
+  layer("inputs", () => plan.always);
+  plan.kinds.forEach((name, kind) => layer(name, (index) => places[index][kind]));
+  for (const [name, bytes] of [["budget", plan.budget], ["peak", most]]) {
+    if (bytes > high) continue;
+    svg.append(drawn("line", { class: `line ${name}`, x1: left, x2: width - right, y1: y(bytes), y2: y(bytes), "aria-label": `${name} ${gib(bytes)}` }));
+    svg.append(drawn("text", { x: left - 6, y: y(bytes) + (name === "peak" && y(bytes) - y(plan.budget) < 12 ? 14 : 4), "text-anchor": "end" }, name));
+  }
+  const legend = element("p", { class: "list" }, ...["inputs", ...plan.kinds].flatMap((name) => [element("span", { class: `swatch ${name}` }), ` ${name} `]));
+  const note = `Predicted bytes on the device, in the order in which operators run: a peak of ${gib(most)} and a budget of ${gib(plan.budget)}. `
+    + "Moved values are there until they are copied, and again before backward reads them; recomputed ones while backward does.";
+  const rows = plan.segments.map((one) => [one.number, gib(one.kept), gib(one.moved), one.recomputed].map(String));
+  $("panel").replaceChildren(element("p", { class: "list muted" }, note), legend, svg,
+    table(["segment", "kept", "moved", "recomputed kernels"], rows.map((row) => element("tr", {}, ...row.map((text) => element("td", {}, text))))));
 }
 
 // -- keys
