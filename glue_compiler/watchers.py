@@ -8,6 +8,7 @@ from glue_compiler.options import GlueOptions
 from glue_compiler.report.observers import GraphObserver, ReportObserver
 from glue_compiler.report.progress import ProgressLine, terminal
 from glue_compiler.report.session import Session, session_for
+from glue_compiler.report.step_meter import StepMeter
 from glue_compiler.verify.graph_check import GraphCheck
 
 
@@ -24,6 +25,8 @@ def watch(options: GlueOptions, session: Session) -> Observer:
         found.append(GraphObserver(reporting.report, session))
     if (stream := terminal()) is not None:
         found.append(ProgressLine(stream))
+    if options.budget is not None and (session.keeps or session.folder is not None):
+        found.append(StepMeter(reporting.report, session))
     if options.verify:
         found.append(GraphCheck(reporting.report, options, session.folder))
     return Observers(*found)

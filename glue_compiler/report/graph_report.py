@@ -36,6 +36,8 @@ class GraphReport:
     """(reason, user's line) of the graph break that this graph ends at."""
     compile_id: str | None = None
     host_syncs: list[HostSync] = field(default_factory=list)
+    measured: list[dict[str, Any]] = field(default_factory=list)
+    """What the first steps took, where a pass predicts it (``step_meter.MeasuredStep``)."""
     id: int = 0
 
     def as_json(self) -> dict[str, Any]:
@@ -47,6 +49,7 @@ class GraphReport:
             "graph_break": dict(zip(("reason", "source"), self.graph_break, strict=True)) if self.graph_break else None,
             "host_syncs": [vars(sync) for sync in self.host_syncs],
             "passes": [_pass_as_json(p) for p in self.passes],
+            "measured": list(self.measured),
         }
 
 

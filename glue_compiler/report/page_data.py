@@ -79,11 +79,13 @@ def _graph(graph: RecordedGraph, tables: _Tables, rates: Rates | None) -> dict[s
         "break": graph.graph_break and _with_short_source(graph.graph_break),
         "syncs": [_with_short_source(sync) for sync in graph.host_syncs],
         "final": tables.plain(graph.final()),
-        "passes": [_pass(p, tables, rates) for p in graph.passes],
+        "passes": [_pass(p, tables, rates, graph.measured) for p in graph.passes],
     }
 
 
-def _pass(p: RecordedPass, tables: _Tables, rates: Rates | None) -> dict[str, Any]:
+def _pass(
+    p: RecordedPass, tables: _Tables, rates: Rates | None, measured: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
     after = p.graphs("after")
     timeline = find_transfers(after)
     predicted = predict_step(after, rates) if timeline and rates else None
@@ -99,7 +101,7 @@ def _pass(p: RecordedPass, tables: _Tables, rates: Rates | None) -> dict[str, An
         "nodes": [_operators(p.graphs("before")), _operators(after)] if p.changed else None,
         "diff": tables.diff(p.aligned()),
         "prologue": tables.plain(p.graphs("prologue")),
-        "memory": p.drawing,
+        "memory": p.drawing and {**p.drawing, "measured": list(measured)},
         "timeline": timeline and _timeline(timeline),
         "predicted": predicted and rates and _predicted(predicted, rates),
     }

@@ -54,6 +54,7 @@ class RecordedGraph:
     host_syncs: tuple[Mapping[str, Any], ...]
     passes: tuple[RecordedPass, ...]
     unchanged: Path | None
+    measured: tuple[Mapping[str, Any], ...] = ()
 
     def final(self) -> tuple[GraphText, ...]:
         """The graph that the captured stage handed on."""
@@ -146,6 +147,7 @@ def _graph(folder: Path, graph: Mapping[str, Any]) -> RecordedGraph:
         tuple(graph["host_syncs"]),
         tuple(passes),
         unchanged if unchanged.is_file() else None,
+        tuple(graph.get("measured", ())),
     )
 
 

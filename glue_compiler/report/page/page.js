@@ -494,8 +494,10 @@ function showMemory(plan) {
   const legend = element("p", { class: "list" }, ...["inputs", ...plan.kinds].flatMap((name) => [element("span", { class: `swatch ${name}` }), ` ${name} `]));
   const note = `Predicted bytes on the device, in the order in which operators run: a peak of ${gib(most)} and a budget of ${gib(plan.budget)}. `
     + "Moved values are there until they are copied, and again before backward reads them; recomputed ones while backward does.";
+  const took = plan.measured.map((one) => `${one.is_exact ? "" : "at most "}${gib(one.peak)} in ${(one.microseconds / 1e3).toPrecision(4)} ms`);
+  const measured = took.length ? ` Measured in the steps that followed: ${took.join(", ")}.` : "";
   const rows = plan.segments.map((one) => [one.number, gib(one.kept), gib(one.moved), one.recomputed].map(String));
-  $("panel").replaceChildren(element("p", { class: "list muted" }, note), legend, svg,
+  $("panel").replaceChildren(element("p", { class: "list muted" }, note + measured), legend, svg,
     table(["segment", "kept", "moved", "recomputed kernels"], rows.map((row) => element("tr", {}, ...row.map((text) => element("td", {}, text))))));
 }
 
