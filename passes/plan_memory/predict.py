@@ -1,8 +1,9 @@
 """What a choice costs: the most bytes on the device at a time, and the seconds of a step.
 
-Counted is what the graph can see: inputs, which stay; saved values until their last use; gradients to the end; and what
-is alive at one place. Values that a compiler fuses count only where a kernel comes between them and their use. Not
-counted: optimiser states, gradients of earlier steps, other graphs, and what an operator takes for itself.
+Counted is what the graph can see: inputs, which stay; saved values, and the gradients that backward gets, until their
+last use; those that it returns to the end; and what is alive at one place. Values that a compiler fuses count only where
+a kernel comes between them and their use. Not counted: optimiser states, gradients of earlier steps, other graphs, and
+what an operator takes for itself.
 """
 
 from __future__ import annotations
@@ -197,7 +198,8 @@ class Predictor:
         for at, place in enumerate(order):
             if values[place].nbytes and place not in choice.saved:
                 over = len(order) - 1 if place in kept else last.get(place, at)
-                lives.append((place, at, over, place in self.step.realised or place in kept))
+                counts = values[place].is_input or place in self.step.realised or place in kept
+                lives.append((place, at, over, counts))
         return self._on_the_device(order, lives)
 
     def _on_the_device(self, order: Sequence[int], lives: Sequence[tuple[int, int, int, bool]]) -> Lives:
@@ -220,7 +222,7 @@ class Predictor:
         values, found = self.step.values, dict(ends)
         free: dict[tuple[int, int], list[int]] = {}
         for place, (_, over) in ends.items():
-            if not values[order[over]].is_kernel:
+            if not (values[order[over]].is_kernel or values[place].is_input):
                 free.setdefault((kernels[over], values[place].nbytes), []).append(place)
         for place, (at, over) in ends.items():
             stays = kernels[over] > kernels[at] or over == len(order) - 1

@@ -24,7 +24,8 @@ class Value:
     Attributes:
         inputs: the places that it reads.
         root: the place of what made its memory: its own, but for views.
-        nbytes: of the memory that it makes; 0 for views, inputs, symbols, and what lies on another device.
+        nbytes: of the memory that it makes; 0 for views, symbols, and what lies on another device. Of inputs, only the
+            gradients that backward gets have some: they go with their last use.
         seconds: to compute it: of products and attention their time, of what a compiler fuses the time to write it.
         is_kernel: a kernel of its own under any compiler, such as a product; others are fused.
         is_input: of the step; always there, whatever is planned.
@@ -55,7 +56,7 @@ class Step:
         values: in the order of the joint graph.
         forward: places of what the forward must compute, in order.
         outputs: places of what the forward returns; gradients: of what the backward returns.
-        input_bytes: of parameters and other inputs, which are there all the time.
+        input_bytes: of parameters and other inputs of the forward, which are there all the time.
         regions: by place, the user's checkpointed region that computes it; those outside of any have none.
     """
 
@@ -109,7 +110,7 @@ def read_step(joint: fx.GraphModule, num_outputs: int, costs: Costs, shape_env: 
     for node in nodes:
         value, root = value_of(node), storage_root(node)
         is_input = node.op in ("placeholder", "get_attr")
-        own = nbytes(node) if root is node and not is_input else 0
+        own = nbytes(node) if root is node and (not is_input or node in backward) else 0
         policy = checkpoint_tags.explicit_policy(node)
         values.append(
             Value(
@@ -134,7 +135,7 @@ def read_step(joint: fx.GraphModule, num_outputs: int, costs: Costs, shape_env: 
         tuple(sorted(forward)),
         tuple(places[node] for node in outputs),
         tuple(places[node] for node in gradients),
-        sum(nbytes(node) for node in nodes if node.op == "placeholder"),
+        sum(nbytes(node) for node in nodes if node.op == "placeholder" and node not in backward),
         regions,
     )
     return step, nodes

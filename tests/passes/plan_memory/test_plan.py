@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from glue_compiler.passes.plan_memory.choose import Chooser
@@ -108,3 +110,24 @@ def test_moves_are_those_that_compute_hides():
     quick = chain(12, product_seconds=1e-6)
     other = chooser(quick)
     assert not Predictor(quick, other.home, RATES, everything).predict(other.choose({}, 0.0), moves=True).moved
+
+
+@pytest.mark.parametrize("fuses", [False, True])
+def test_a_gradient_that_backward_gets_is_there_until_it_is_read(fuses):
+    step = chain(6)
+    (tangent,) = (place for place, value in enumerate(step.values) if value.is_input and value.is_backward)
+    heavy = list(step.values)
+    heavy[tangent] = dataclasses.replace(heavy[tangent], nbytes=64 * MIB)
+    heavy[tangent + 1] = dataclasses.replace(heavy[tangent + 1], nbytes=MIB)
+    for place in range(tangent + 2, len(heavy)):  # the first product of backward alone reads it
+        assert tangent not in heavy[place].inputs
+    one = chooser(step)
+    choice = one.choose({}, 0.0)
+    light = Predictor(step, one.home, RATES, (), fuses=fuses)
+    loaded = Predictor(dataclasses.replace(step, values=tuple(heavy)), one.home, RATES, (), fuses=fuses)
+    ahead, back, _, length = loaded.lives(choice, ())
+    assert ahead == light.lives(choice, ())[0]
+    at, over, nbytes = back[tangent]
+    assert (at, nbytes) == (0, 64 * MIB)
+    assert over < length - 1
+    assert loaded.predict(choice, moves=False).peak == light.predict(choice, moves=False).peak + 64 * MIB
