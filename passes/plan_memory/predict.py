@@ -2,8 +2,8 @@
 
 Counted is what the graph can see: inputs, which stay; saved values, and the gradients that backward gets, until their
 last use; those that it returns to the end; and what is alive at one place. Values that a compiler fuses count only
-where a kernel comes between them and their use. Not counted: optimiser states, gradients of earlier steps, other graphs,
-and what an operator takes for itself.
+where a kernel comes between them and their use. Not counted: optimiser states, gradients of earlier steps, other
+graphs, and what an operator takes for itself.
 """
 
 from __future__ import annotations
