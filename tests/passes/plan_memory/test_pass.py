@@ -131,3 +131,32 @@ def test_an_operator_that_is_not_known_is_not_computed_again():
     assert [joint_graphs.may_recompute(node) for node in (known, drawn, written, collective)] == [True, *[False] * 3]
     drawn.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE  # the user's checkpoint replays its numbers
     assert joint_graphs.may_recompute(drawn)
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_what_reads_an_input_that_the_step_writes_is_not_computed_again(writes, monkeypatch):
+    """Backward would read what was written."""
+
+    class Model(Plain):
+        def __init__(self):
+            super().__init__(2)
+            self.register_buffer("scale", torch.ones(16))
+
+        def forward(self, x):
+            x = super().forward(x * torch.sin(self.scale))
+            if writes:
+                with torch.no_grad():
+                    self.scale.mul_(0.5)
+            return x
+
+    seen = []
+    own = plan_memory.read_step
+    monkeypatch.setattr(plan_memory, "read_step", lambda *given: seen.append(own(*given)) or seen[-1])
+    model = Model()
+    run = compile_with_glue(model, memory_budget=2**40, **ON)
+    step(run.call, model, torch.randn(8, 16))
+    ((found, nodes),) = seen
+    (sine,) = (place for place, node in enumerate(nodes) if node.target is torch.ops.aten.sin.default)
+    assert found.values[sine].may_recompute is not writes
+    others = [place for place, node in enumerate(nodes) if node.target is torch.ops.aten.gelu.default]
+    assert all(found.values[place].may_recompute for place in others)

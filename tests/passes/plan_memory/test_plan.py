@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from glue_compiler.passes.plan_memory import segments
 from glue_compiler.passes.plan_memory.choose import Chooser
 from glue_compiler.passes.plan_memory.plan import plan_memory
 from glue_compiler.passes.plan_memory.predict import Predictor
@@ -23,13 +24,13 @@ def saved_bytes(step, choice):
 
 def test_segments_begin_where_one_value_is_alive():
     step = chain(8)
-    segments = next(segmentations(step))
-    assert len(set(segments.values())) >= 8
+    numbers = next(segmentations(step))
+    assert len(set(numbers.values())) >= 8
     # A product's wide result never lives across a border.
     for place, value in enumerate(step.values):
         for read in value.inputs:
             if not value.is_backward and not step.values[read].is_input and step.values[read].nbytes == 4 * MIB:
-                assert segments[read] == segments[place]
+                assert numbers[read] == numbers[place]
 
 
 def test_what_is_free_saves_everything_and_what_is_dear_saves_the_borders():
@@ -131,3 +132,46 @@ def test_a_gradient_that_backward_gets_is_there_until_it_is_read(fuses):
     assert (at, nbytes) == (0, 64 * MIB)
     assert over < length - 1
     assert loaded.predict(choice, moves=False).peak == light.predict(choice, moves=False).peak + 64 * MIB
+
+
+def test_an_element_belongs_to_the_segment_of_its_operator():
+    """A border between them would ask for the operator's own value, which is a tuple."""
+    step = chain(4)
+    values = list(step.values)
+    kernel = 6  # of the second layer, made an operator that returns a tuple
+    values[kernel] = dataclasses.replace(values[kernel], nbytes=0, may_save=False)
+    values[kernel + 1] = dataclasses.replace(values[kernel + 1], nbytes=4 * MIB)
+    changed = dataclasses.replace(step, values=tuple(values))
+    assert changed.is_element(kernel + 1)
+    found = segments._between(changed, [kernel + 1, kernel + 5])
+    assert found[kernel + 1] == found[kernel] < found[kernel + 2]
+
+
+def test_cuts_hold_whatever_the_ratio_of_their_prices():
+    """Edges of 1e-12 s beside ones of seconds: nothing that must not be cut is."""
+    for seconds in (1e-9, 1e-3, 1.0, 1e3):
+        step = chain(3, product_seconds=seconds)
+        one = chooser(step)
+        for price in (0.0, 1e-15, 1e-9, 1.0):
+            choice = one.choose({}, price)
+            there = choice.saved | choice.recomputed
+            assert step.needed <= there
+            reads = {read for place in choice.recomputed for read in step.values[place].inputs}
+            assert all(read in there or step.values[read].is_input for read in reads)
+
+
+def test_a_view_in_another_segment_is_made_again_from_its_memory():
+    step = chain(4)
+    values = list(step.values)
+    x = 5  # what the first layer returns; a view of it, behind the second layer's product, is read by the third's
+    view = dataclasses.replace(values[7], inputs=(x,), root=x, nbytes=0, seconds=0.0, may_save=False)
+    values[7] = view
+    values[8] = dataclasses.replace(values[8], inputs=(7,))
+    values[10] = dataclasses.replace(values[10], inputs=(7, 9))
+    changed = dataclasses.replace(step, values=tuple(values))
+    for price in (0.0, 1.0):
+        one = chooser(changed)
+        choice = one.choose({}, price)
+        reads = {read for place in choice.recomputed for read in changed.values[place].inputs}
+        there = choice.saved | choice.recomputed
+        assert all(read in there or changed.values[read].is_input for read in reads)
