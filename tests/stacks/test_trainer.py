@@ -16,7 +16,9 @@ ROWS = 4 * STEPS
 
 
 def arguments(folder: Any, compiled: bool, **changes: Any) -> Any:
-    defaults = {**TRAINING, "output_dir": str(folder), "max_steps": STEPS}
+    # Not AdamW, which moves a weight just as far by a gradient that is no more than rounding.
+    optimizer = {"optim": "sgd", "learning_rate": 1.0}
+    defaults = {**TRAINING, **optimizer, "output_dir": str(folder), "max_steps": STEPS}
     if compiled:
         defaults["torch_compile_backend"] = "glue"
     return transformers.TrainingArguments(**{**defaults, **changes})
@@ -52,7 +54,7 @@ def assert_trains_as_eager(folder: Any, rtol: float = 1e-5, **changes: Any) -> A
     assert actual.model.state_dict().keys() == weights.keys()
     if rtol <= 1e-5:
         for name, weight in actual.model.state_dict().items():
-            torch.testing.assert_close(weight, weights[name], rtol=1e-3, atol=1e-5)
+            torch.testing.assert_close(weight, weights[name], rtol=1e-4, atol=1e-5)
     return actual
 
 
