@@ -16,7 +16,7 @@ from benchmarks.checkpoint_transformers import LanguageModel, tokens_of
 
 GRAPH_ROWS = ("none", "no-reorder", "serial", "glue")
 LAYER_ROWS = ("layers-none", "save_on_cpu", "trl", "layers-glue")
-ROWS = (*GRAPH_ROWS, "glue-none", "budget", *LAYER_ROWS)
+ROWS = (*GRAPH_ROWS, "glue-none", "glue-tiled", "budget", *LAYER_ROWS)
 
 Context = Callable[[], AbstractContextManager[Any]]
 
@@ -43,9 +43,14 @@ def prepare(
         return torch.compile(model, fullgraph=one_graph), nullcontext
     if row == "no-reorder":
         return torch.compile(model, fullgraph=one_graph, options={"reorder_for_peak_memory": False}), nullcontext
-    if row in ("glue", "glue-none", "budget"):
-        options = {"glue": {"offload": "checkpoints"}, "glue-none": {}, "budget": {"memory_budget": budget}}[row]
-        return torch.compile(model, backend="glue", fullgraph=one_graph, options=options), nullcontext
+    options: dict[str, dict[str, Any]] = {
+        "glue": {"offload": "checkpoints"},
+        "glue-none": {},
+        "glue-tiled": {"offload": "checkpoints", "passes": {"tile_rows": True}},
+        "budget": {"memory_budget": budget},
+    }
+    if row in options:
+        return torch.compile(model, backend="glue", fullgraph=one_graph, options=options[row]), nullcontext
     for layer in model.layers:
         layer.compile(fullgraph=True)
     if row == "save_on_cpu":

@@ -20,6 +20,7 @@ _BUILT_IN = (
     "glue_compiler.passes.hoist_metadata:HoistMetadata",
     "glue_compiler.passes.memoize_metadata:MemoizeMetadata",
     "glue_compiler.passes.plan_memory:PlanMemory",
+    "glue_compiler.passes.tile_rows:TileRows",
     "glue_compiler.passes.overlap_offload:OverlapOffload",
     "glue_compiler.passes.share_layers:ShareLayers",
 )

@@ -96,6 +96,14 @@ _PASSES = {
             "torch.ops:aten._flash_attention_forward": ANY,
         },
     ),
+    "tile_rows": Feature(
+        "pass tile_rows",
+        {
+            "torch._inductor.config:custom_partitioner_fn": ANY,
+            "torch.fx.experimental.sym_node:SymNode.has_hint": ANY,
+            "torch.fx.experimental.sym_node:SymNode.hint": ANY,
+        },
+    ),
 }
 
 SAVED_GRAPHS = Feature(

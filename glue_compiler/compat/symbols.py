@@ -37,6 +37,13 @@ def unbacked_symbols(value: Any) -> set[Any]:
     return set(free_unbacked_symbols(value))
 
 
+def size_when_traced(size: int | torch.SymInt) -> int | None:
+    """What a dynamic size was when its graph was traced; None where it is known only when the graph runs."""
+    if isinstance(size, int):
+        return size
+    return size.node.hint if size.node.has_hint() else None
+
+
 def rename_unbacked(shape_env: Any, old: Any, new: Any) -> None:
     """Make the unbacked symbol ``old`` read as ``new`` in every expression of ``shape_env``."""
     shape_env._rename_unbacked_to(old, new)
@@ -114,6 +121,9 @@ def has_symbols(tensor: torch.Tensor) -> bool:
     return getattr(tensor, "_has_symbolic_sizes_strides", True)
 
 
+_NO_BOUND = 2**48
+
+
 def upper_bound(expression: Any, shape_env: Any) -> int | None:
     """The value of ``expression`` when the graph was captured, or with unbacked symbols the most it can be, or None."""
     if shape_env is None:
@@ -121,7 +131,8 @@ def upper_bound(expression: Any, shape_env: Any) -> int | None:
     value = shape_env.replace(expression)
     if is_unbacked(value):
         bound = shape_env.bound_sympy(value).upper
-        return int(bound) if bound.is_Integer else None
+        # A size that may be as large as another, dynamic one has the largest integer as its bound.
+        return int(bound) if bound.is_Integer and bound < _NO_BOUND else None
     return int(value.xreplace(shape_env.backed_var_to_val))
 
 
