@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
+
 from glue_compiler.compat import nested_graphs
 from glue_compiler.fx import bodies
+from glue_compiler.fx.values import value_of
 from glue_compiler.graph_pass import Numerics, PairPass, PassContext, PassResult, Skip
 from glue_compiler.passes.share_layers.kept_states import drop_states, find_unread_states
 from glue_compiler.passes.share_layers.plan import WORTH, plan_sharing
@@ -16,6 +19,9 @@ if TYPE_CHECKING:
 
     from glue_compiler.fx.training_pair import TrainingPair
     from glue_compiler.options import GlueOptions
+
+
+_CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
 
 
 class ShareLayers(PairPass):
@@ -45,10 +51,15 @@ class ShareLayers(PairPass):
         counts = {"bodies": 0, "calls": 0, "steps": 0, "states": len(states)}
         skips: list[Skip] = []
         for gm, where in ((pair.forward, "forward"), (pair.backward, "backward")):
+            if not is_eager and (convolution := _convolution_in_a_plane(gm.graph)) is not None:
+                skips.append(
+                    Skip(f"in {where}, Inductor lays values out anew around '{convolution.name}', in each layer")
+                )
+                continue
             plan = plan_sharing(gm.graph, random_numbers=is_eager)
             skips += [Skip(f"in {where}, {reason}") for reason in plan.reasons]
             if not plan.bodies:
-                skips.append(Skip(f"{where} does nothing at length that it does again"))
+                skips.append(Skip(f"{where} does nothing twice in pieces so long that {WORTH} operators are saved"))
             chosen = context.fuel.allowed((f"share {len(b.pieces)} pieces of {where}", b) for b in plan.bodies)
             if chosen:
                 share(gm, chosen, where)
@@ -56,3 +67,10 @@ class ShareLayers(PairPass):
             counts["calls"] += sum(len(body.pieces) for body in chosen)
             counts["steps"] += sum((len(body.pieces) - 1) * body.size for body in chosen)
         return PassResult(changed=any(counts.values()), counts=counts, skips=tuple(dict.fromkeys(skips)))
+
+
+def _convolution_in_a_plane(graph: fx.Graph) -> fx.Node | None:
+    """A convolution in two dimensions or more. Around those Inductor makes values channels-last, after this pass, and
+    then it takes no body whose calls differ in an operand's strides."""
+    found = (node for name in _CONVOLUTIONS for node in graph.find_nodes(op="call_function", target=name))
+    return next((node for node in found if value_of(node.args[0]).dim() > 3), None)

@@ -61,3 +61,26 @@ def test_ways_of_inductor_without_bodies(options, reason):
     run = run_pass(pair, "share_layers", **options)
     assert not run.report.changed
     assert any(reason in each for each in run.skip_reasons)
+
+
+class Convolution(nn.Module):
+    def __init__(self, kind, norm) -> None:
+        super().__init__()
+        self.convolution, self.norm = kind(4, 4, 3, padding=1), norm(4)
+
+    def forward(self, h):
+        z = self.norm(self.convolution(h))
+        return h + (z.sin() * z.cos() + z.sigmoid() * z.tanh()) * ((z * 0.5).exp() + z.abs()).rsqrt()
+
+
+@pytest.mark.parametrize(
+    ("kind", "norm", "shared"), [(nn.Conv2d, nn.BatchNorm2d, False), (nn.Conv1d, nn.BatchNorm1d, True)]
+)
+def test_layers_with_convolutions(kind, norm, shared):
+    model = nn.Sequential(*[Convolution(kind, norm) for _ in range(8)])
+    x = torch.randn(2, 4, 5, 5) if kind is nn.Conv2d else torch.randn(2, 4, 5)
+    for compiler, expected in (("aot_eager", True), ("inductor", shared)):
+        (pair,) = capture(model, x, stage="partitioned")
+        run = run_pass(pair, "share_layers", compiler=compiler)
+        assert bool(run.report.counts["bodies"]) is expected
+        assert any("convolution" in reason for reason in run.skip_reasons) is not expected
