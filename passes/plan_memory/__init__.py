@@ -9,7 +9,7 @@ import torch
 
 from glue_compiler.compat import inductor
 from glue_compiler.fx import joint_graphs
-from glue_compiler.fx.device_bytes import device_of
+from glue_compiler.fx.device_bytes import device_of, of_unknown_size
 from glue_compiler.fx.values import is_in_order, is_plain, value_of
 from glue_compiler.graph_pass import JointPass, Numerics, PassContext, PassResult, Skip
 from glue_compiler.ops.copy_engine import why_no_copies
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 MARGIN = 0.97
 """The share of the budget that is planned for: predictions here and from the partitioned graphs differ by less."""
+
+
+NOT_COUNTED = "the predicted peak is without {count} values, whose sizes are known only when the graph runs"
 
 
 class PlanMemory(JointPass):
@@ -82,11 +85,14 @@ class PlanMemory(JointPass):
         movable = _movable(step, nodes) if moves else frozenset()
         plan = plan_memory(step, rates, int(MARGIN * budget), movable, fuses=fuses)
         counts = _counts(step, plan)
+        unknown = of_unknown_size(joint.graph, context.shape_env)
+        skips = (Skip(NOT_COUNTED.format(count=len(unknown)), unknown[0].name),) if unknown else ()
         if not context.fuel.take("keep, recompute and move by plan"):
-            return PassResult(changed=False, counts=counts)
+            return PassResult(changed=False, counts=counts, skips=skips)
         _write(plan, step, nodes)
         predictor = Predictor(step, plan.segments, rates, movable, fuses=fuses)
-        return PassResult(changed=True, counts=counts, drawing=drawing_of(plan, step, predictor, budget))
+        drawing = drawing_of(plan, step, predictor, budget)
+        return PassResult(changed=True, counts=counts, skips=skips, drawing=drawing)
 
 
 def _movable(step: Step, nodes: list[fx.Node]) -> frozenset[int]:

@@ -160,3 +160,30 @@ def test_what_reads_an_input_that_the_step_writes_is_not_computed_again(writes, 
     assert found.values[sine].may_recompute is not writes
     others = [place for place, node in enumerate(nodes) if node.target is torch.ops.aten.gelu.default]
     assert all(found.values[place].may_recompute for place in others)
+
+
+class Chosen(nn.Module):
+    """Rows that the data chooses: as many as ``repeats`` says, or those that ``keep`` marks."""
+
+    def __init__(self, width=16):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x, chosen):
+        x = x + self.down(torch.tanh(self.up(x)))
+        y = x[chosen] if chosen.dtype is torch.bool else x.repeat_interleave(chosen, 0)
+        return (torch.tanh(y) * y).sum()
+
+
+@pytest.mark.parametrize("chosen", [lambda rows: torch.arange(rows) % 3 > 0, lambda rows: torch.arange(rows) % 3])
+def test_sizes_that_the_data_decides_have_no_bound_or_a_small_one(chosen):
+    """Not the largest integer, though that is the range of a size that is no larger than a dynamic one."""
+    model = Chosen()
+    run = compile_with_glue(model, **ON, memory_budget=2**30)
+    for rows in (64, 70, 50):
+        run.call(torch.randn(rows, 16), chosen(rows)).backward()
+    reports = [p for graph in run.session.graphs for p in graph.passes if p.name == "plan_memory"]
+    assert len(reports) == 2
+    assert all(0 < report.counts["peak"] < 2**24 for report in reports)
+    unbounded = [any("known only when the graph runs" in skip.reason for skip in r.skips) for r in reports]
+    assert unbounded == [chosen(1).dtype is not torch.bool, True]
