@@ -7,6 +7,7 @@ Changes nothing.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -181,6 +182,8 @@ class _Finder:
         end = max(before, nodes[-1].next, key=self.place.__getitem__)
         if any(_writes(node) for node in self._from(nodes[0], end)):
             return "memory is written between its steps"
+        if (node := next((each for each in delayed if not _may_wait(each)), None)) is not None:
+            return f"'{node.name}' ({node.target}) reads a result before all operands are there"
         return Region(tuple(nodes), self.rows, sliced, results, before, delayed, inner)
 
     def _place_of(
@@ -336,3 +339,10 @@ class _Finder:
 
 def _writes(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _may_wait(node: fx.Node) -> bool:
+    """May others run in front of it? Random numbers are drawn in order."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return torch.Tag.nondeterministic_seeded not in node.target.tags
+    return node.target is operator.getitem

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import silu
 
 from glue_compiler import registry
 from tests.captured import compile_with_glue
@@ -74,7 +75,7 @@ class MixedRows(Gated):
         self.mix = mix
 
     def wide(self, x):
-        return nn.functional.silu(self.mix(self.gate(x)))
+        return silu(self.mix(self.gate(x)))
 
 
 @pytest.mark.parametrize(
@@ -106,6 +107,27 @@ def test_a_table_by_position(shape):
 def test_a_mean_over_each_row_is_no_mix():
     report = run_both(Stack([frozen(MixedRows(lambda h: h - h.mean(-1, keepdim=True)))]))
     assert report.counts["regions"] == 2
+
+
+class RandomInBetween(Gated):
+    """A result goes through ``early`` before random numbers are drawn that an operand is made of."""
+
+    def __init__(self, early) -> None:
+        super().__init__()
+        self.early, self.last = early, nn.Linear(8 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x):
+        wide = silu(self.gate(x))
+        early = self.early(self.down(wide))
+        return early + self.last(wide * torch.rand(x.shape[0], 1, dtype=x.dtype))
+
+
+@pytest.mark.parametrize("early", [nn.Dropout(0.5), nn.Tanh()])
+def test_random_numbers_are_drawn_in_order(early):
+    report = run_both(Stack([frozen(RandomInBetween(early))]))
+    may_wait = isinstance(early, nn.Tanh)
+    assert any("reads a result before" in skip.reason for skip in report.skips) is not may_wait
+    assert (report.counts["regions"] > 0) is may_wait
 
 
 class ReturnsWide(Gated):
