@@ -182,8 +182,8 @@ class _Finder:
         end = max(before, nodes[-1].next, key=self.place.__getitem__)
         if any(_writes(node) for node in self._from(nodes[0], end)):
             return "memory is written between its steps"
-        if (node := next((each for each in delayed if not _may_wait(each)), None)) is not None:
-            return f"'{node.name}' ({node.target}) reads a result before all operands are there"
+        if early := [node for node in delayed if not _may_wait(node)]:
+            return f"'{early[0].name}' ({early[0].target}) reads a result before all operands are there"
         return Region(tuple(nodes), self.rows, sliced, results, before, delayed, inner)
 
     def _place_of(

@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 
 from glue_compiler.ops.device_rates import Rates
-from glue_compiler.passes import plan_memory
+from glue_compiler.passes import plan_memory, tile_rows
 from glue_compiler.testing.captures import Capture, compile_and_keep
 from glue_compiler.testing.fuzz import harness
 from glue_compiler.testing.fuzz.process_state import ProcessState
@@ -109,7 +109,7 @@ def verdict(program: Program, expected: Mapping[str, Any] | None = None, off: tu
 
     module = module_of(program)
     state = ProcessState.now()
-    with clean_dynamo(), copies_are_hidden():
+    with clean_dynamo(), small_steps_count():
         actual = harness.observe(module, wrap)
         found = Verdict(harness.differences(module, dict(expected), actual) + state.differences())
         for report in (p for run in kept for graph in run.session.graphs for p in graph.passes):
@@ -140,10 +140,13 @@ def clean_dynamo() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def copies_are_hidden() -> Iterator[None]:
-    """Small tensors move too: compute counts as so slow that it hides any copy."""
+def small_steps_count() -> Iterator[None]:
+    """Small tensors move too, for compute counts as so slow that it hides any copy, and few rows go into tiles."""
     slow = Rates(flops=1e3, memory=1e3, link=1e4)
-    with mock.patch.object(plan_memory, "rates_of", return_value=slow):
+    with (
+        mock.patch.object(plan_memory, "rates_of", return_value=slow),
+        mock.patch.multiple(tile_rows, LEAST_ROWS=1, GRAIN=1),
+    ):
         yield
 
 

@@ -76,16 +76,21 @@ def draw_program(
         body, outputs = _checkpointed(draw, drawn.inputs, body, outputs), ("*results",)
         if compiled == ("f",) and draw.chance(0.4) and not plain:
             compiled = ("region",)  # as layers are that are compiled one by one
+    passes: dict[str, bool] = {}
     options: tuple[tuple[str, object], ...] = ()
     if kind == "steps" or draw.chance(0.1):
         budget = int(10 ** draw.random.uniform(1.5, 5))
-        options = (("memory_budget", budget), ("passes", {"plan_memory": True}))
+        passes["plan_memory"] = True
+        options = (("memory_budget", budget),)
     prelude = (Statement(f"FLOAT = {float_type}"), *draw.prelude.values())
     between = "pass" if plain else draw.mostly("pass", *BETWEEN, share=0.9)
     may_write = between == "pass" and not plain and not draw.fixed_inputs
     written = draw.integer(0, len(drawn.inputs) - 1) if may_write and draw.chance(0.08) else None
     if written is not None:
         between = draw.pick(*BETWEEN_FOR_INPUTS)
+    refill, dynamic = draw.mostly(*REFILLS), False if plain else draw.mostly(None, True, False, share=0.9)
+    if draw.chance(0.3):
+        passes["tile_rows"] = True
     return Program(
         kind=kind,
         prelude=prelude,
@@ -96,12 +101,12 @@ def draw_program(
         body=body,
         outputs=outputs,
         calls=tuple(calls),
-        refill=draw.mostly(*REFILLS),
+        refill=refill,
         between=between,
         written=written,
-        options=options,
+        options=(*options, ("passes", passes)) if passes else options,
         precision=draw.precision,
-        dynamic=False if plain else draw.mostly(None, True, False, share=0.9),
+        dynamic=dynamic,
     )
 
 
