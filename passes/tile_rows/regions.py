@@ -34,6 +34,7 @@ class Region:
     Attributes:
         rows: how many, as an expression.
         sliced: operands of which each tile takes its rows, and where they have them.
+        steps: of each node, what it takes the rows of; of others it takes all.
         results: what others read of the steps' results, and where those have the rows.
         before: in front of this node all operands exist, and no result is read but by ``delayed``.
         delayed: what goes behind the tiles, in order.
@@ -43,6 +44,7 @@ class Region:
     nodes: tuple[fx.Node, ...]
     rows: Any
     sliced: Mapping[fx.Node, Rows]
+    steps: Mapping[fx.Node, RowStep]
     results: Mapping[fx.Node, Rows]
     before: fx.Node
     delayed: tuple[fx.Node, ...]
@@ -184,18 +186,19 @@ class _Finder:
             return "memory is written between its steps"
         if early := [node for node in delayed if not _may_wait(node)]:
             return f"'{early[0].name}' ({early[0].target}) reads a result before all operands are there"
-        return Region(tuple(nodes), self.rows, sliced, results, before, delayed, inner)
+        steps = {node: self.steps[node] for node in nodes}
+        return Region(tuple(nodes), self.rows, sliced, steps, results, before, delayed, inner)
 
     def _place_of(
         self, nodes: list[fx.Node], inside: set[fx.Node], results: Iterable[fx.Node]
     ) -> tuple[fx.Node, tuple[fx.Node, ...]]:
-        """In front of the first reader of a result; or behind the last operand, and what reads results before that has
-        to wait."""
+        """Behind the last step, but in front of the first reader of a result; or behind the last operand, and readers
+        before that have to wait."""
         last = max((o for node in nodes for o in operands_of(node) if o not in inside), key=self.place.__getitem__)
         readers = {user for node in results for user in node.users} - inside
         first = min(readers, key=self.place.__getitem__)
         if self.place[first] > self.place[last]:
-            return first, ()
+            return min(first, nodes[-1].next, key=self.place.__getitem__), ()
         waiting: set[fx.Node] = set()
         for node in self._from(first, last):
             if node in readers or not waiting.isdisjoint(node.all_input_nodes):

@@ -14,7 +14,7 @@ import glue_compiler.ops.turns  # noqa: F401  defines the operator
 from glue_compiler import compat
 from glue_compiler.fx.values import expression, value_of
 from glue_compiler.passes.tile_rows.regions import Region
-from glue_compiler.passes.tile_rows.rows import SIZED, Rows, leading_dims, operands_of
+from glue_compiler.passes.tile_rows.rows import SIZED, Rows, leading_dims
 
 aten = torch.ops.aten
 
@@ -95,7 +95,7 @@ class _Writer:
         return node
 
     def _split(self, operand: fx.Node, sizes: list[Any]) -> list[fx.Node]:
-        like = next(node for node in self.region.nodes if operand in operands_of(node))
+        like = next(node for node in self.region.nodes if operand in self.region.steps[node].sliced)
         shape = value_of(operand).shape
         if self.region.sliced[operand] is Rows.COLUMNS:
             return self._pieces(like, operand, sizes, 1)
@@ -117,11 +117,12 @@ class _Writer:
 
     def _in_turn(self, operand: fx.Node, piece: fx.Node, before: list[fx.Node]) -> fx.Node:
         """A piece of an operand, for a tile that comes behind the one that made ``before``."""
-        like = next(node for node in self.region.nodes if operand in operands_of(node))
+        like = next(node for node in self.region.nodes if operand in self.region.steps[node].sliced)
         return self._call(like, torch.ops.glue.in_turn.default, piece, before) if before else piece
 
     def _copy(self, node: fx.Node, copies: dict[fx.Node, fx.Node], size: Any) -> fx.Node:
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda operand: copies.get(operand, operand))
+        sliced = self.region.steps[node].sliced
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: copies[each] if each in sliced else each)
         if node.target in SIZED:
             leading = leading_dims(node, self.region.rows)
             args = (args[0], [*[1] * (leading - 1), size, *value_of(node).shape[leading:]], *args[2:])

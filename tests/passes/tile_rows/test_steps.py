@@ -64,6 +64,22 @@ def test_with_offload_and_shared_layers():
     assert report.counts["regions"] == 8
 
 
+class Square(nn.Module):
+    """Of as many rows as inner values: each is a product's rows, and the weight of another."""
+
+    def __init__(self, last) -> None:
+        super().__init__()
+        self.first, self.last = nn.Parameter(torch.randn(ROWS, WIDTH)), last
+
+    def forward(self, x):
+        return self.last((x @ self.first.t()).tanh(), x)
+
+
+@pytest.mark.parametrize("last", [lambda wide, x: wide @ x, lambda wide, x: (wide * x[:, :1]) @ x])
+def test_what_is_read_by_rows_and_as_a_whole(last):
+    assert run_both(Stack([frozen(Square(last))])).counts["regions"] >= 1
+
+
 # -- near misses: each has a region around it, or would be one
 
 
