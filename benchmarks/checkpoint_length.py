@@ -60,6 +60,7 @@ def _longest_of(row: str, shape: Shape, device: torch.device, model_name: str) -
 
     def trains(tokens: int) -> bool:
         torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
         try:
             batch = batch_for(model_name, dataclasses.replace(shape, tokens=tokens), device)
             for tensor in batch:
@@ -68,7 +69,9 @@ def _longest_of(row: str, shape: Shape, device: torch.device, model_name: str) -
         except torch.OutOfMemoryError:
             for p in model.parameters():
                 p.grad = None
+            print(f"  {tokens} tokens: out of memory", flush=True)
             return False
+        print(f"  {tokens} tokens: {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB at the peak", flush=True)
         return True
 
     return longest(trains, shape.tokens, limit)

@@ -16,8 +16,9 @@ ones (``--warm``, one variant after the other), and until both compiles were don
 
 Variants: ``flex`` is Inductor with transformers' flex_attention, ``fa2`` and ``fa4`` with its flash_attention_2 and
 4, where those are installed; the others have sdpa. ``glue-torch`` takes no kernels of other packages, ``glue-shared``
-compiles repeated layers once, in ``-recompute`` backward computes all again that is no product. ``glue-none`` makes
-no rewrite, and ``glue-metadata``, ``glue-attention``, ``glue-experts`` and ``glue-loss`` make that one alone.
+compiles repeated layers once, ``glue-tiled`` runs wide values in tiles of rows, in ``-recompute`` backward computes all
+again that is no product. ``glue-none`` makes no rewrite, and ``glue-metadata``, ``glue-attention``, ``glue-experts``
+and ``glue-loss`` make that one alone.
 ``liger`` is eager, the model patched by Liger (package ``liger-kernel``), its loss without logits among them. A
 variant that ends in ``-layers`` compiles each decoder layer by itself (``layer.compile(...)``), as FSDP2 recipes do;
 masks, rotary tables and the loss are eager then, and equal layers share their graphs.

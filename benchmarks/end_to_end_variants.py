@@ -71,6 +71,7 @@ VARIANTS = {
     "glue-torch": Variant("glue", options=(("kernels", "torch"),)),
     "glue-recompute": Variant("glue", recomputes=True),
     "inductor-recompute": Variant("inductor", recomputes=True),
+    "glue-tiled": Variant("glue", options=(("passes", {"tile_rows": True}),)),
     "glue-shared": Variant("glue", options=(("passes", {"share_layers": True}),)),
     "glue-layers": Variant("glue", by_layers=True),
     "inductor-layers": Variant("inductor", by_layers=True),

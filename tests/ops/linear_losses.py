@@ -123,3 +123,8 @@ def counting(backend):
         return torch._dynamo.lookup_backend(backend)(graph, example_inputs)
 
     return compiler, graphs
+
+
+def no_worse(device: str) -> float:
+    """How much further from fp64 than eager a result in bf16 may be: cuBLAS adds up products of few rows otherwise."""
+    return 1.02 if device == "cpu" else 1.1

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from glue_compiler.ops import loss_chunks
 from tests.ops.conftest import relative_error
-from tests.ops.linear_losses import HEADS, IGNORED, SMALL_CHUNKS, Head, counting, glue, same
+from tests.ops.linear_losses import HEADS, IGNORED, SMALL_CHUNKS, Head, counting, glue, no_worse, same
 
 LOSSES = {
     "mean": {},
@@ -65,12 +65,13 @@ def test_bfloat16_is_no_further_from_float64_than_eager(device, chunks, head, dt
     exact = head.to(torch.float64)
     reference, loss, eager = exact.eager(torch.float64), head.fused(dtype)[0], head.eager(dtype)
     assert loss.dtype == eager.dtype
-    # One rounding of the loss itself may fall either way.
-    assert relative_error(loss, reference) <= relative_error(eager, reference) + torch.finfo(dtype).eps
+    # One rounding of the loss itself may fall either way, and so may the mean of those of 200 rows' logits.
+    chance = torch.finfo(dtype).eps + torch.finfo(torch.bfloat16).eps / 200**0.5
+    assert relative_error(loss, reference) <= relative_error(eager, reference) + chance
     ours, theirs, best = head.gradients(loss), head.gradients(eager), exact.gradients(reference)
     for value, other, expected in zip(ours, theirs, best, strict=True):
         assert value.dtype == other.dtype
-        assert relative_error(value, expected) <= 1.02 * relative_error(other, expected)
+        assert relative_error(value, expected) <= no_worse(device) * relative_error(other, expected)
 
 
 def test_products_of_two_dtypes_are_promoted(device, chunks):
