@@ -56,15 +56,13 @@ def print_longest(rows: Sequence[str], shape: Shape, budget: str, device: torch.
 def _longest_of(row: str, shape: Shape, device: torch.device, model_name: str) -> int:
     limit = 2**17  # one more, and Inductor would need 64-bit indices for the MLP, which is another compile
     model = model_of(model_name, dataclasses.replace(shape, tokens=limit), device)
-    call, context = prepare(row, model)
+    call, context = prepare(row, model, dynamic=True)
 
     def trains(tokens: int) -> bool:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         try:
             batch = batch_for(model_name, dataclasses.replace(shape, tokens=tokens), device)
-            for tensor in batch:
-                torch._dynamo.mark_dynamic(tensor, 1, min=GRAIN, max=limit)
             stepper(call, context, model, batch)()
         except torch.OutOfMemoryError:
             for p in model.parameters():

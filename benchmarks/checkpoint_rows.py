@@ -31,18 +31,19 @@ def batch_for(name: str, shape: Shape, device: torch.device) -> tuple[Tensor, Te
 
 
 def prepare(
-    row: str, model: Decoder | LanguageModel, budget: str | None = None
+    row: str, model: Decoder | LanguageModel, budget: str | None = None, dynamic: bool | None = None
 ) -> tuple[Callable[..., Tensor], Context]:
-    """The callable to step with, and the context of a step.
+    """The callable to step with, and the context of a step. ``dynamic``: as for ``torch.compile``.
 
     Raises:
         ImportError: the row needs a package that is not there.
     """
     one_graph = isinstance(model, Decoder)  # peft's hook on the embedding breaks the graph behind it
     if row in ("none", "serial"):
-        return torch.compile(model, fullgraph=one_graph), nullcontext
+        return torch.compile(model, fullgraph=one_graph, dynamic=dynamic), nullcontext
     if row == "no-reorder":
-        return torch.compile(model, fullgraph=one_graph, options={"reorder_for_peak_memory": False}), nullcontext
+        call = torch.compile(model, fullgraph=one_graph, dynamic=dynamic, options={"reorder_for_peak_memory": False})
+        return call, nullcontext
     options: dict[str, dict[str, Any]] = {
         "glue": {"offload": "checkpoints"},
         "glue-none": {},
@@ -50,9 +51,10 @@ def prepare(
         "budget": {"memory_budget": budget},
     }
     if row in options:
-        return torch.compile(model, backend="glue", fullgraph=one_graph, options=options[row]), nullcontext
+        call = torch.compile(model, backend="glue", fullgraph=one_graph, dynamic=dynamic, options=options[row])
+        return call, nullcontext
     for layer in model.layers:
-        layer.compile(fullgraph=True)
+        layer.compile(fullgraph=True, dynamic=dynamic)
     if row == "save_on_cpu":
         return model, lambda: torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available())
     if row == "trl":

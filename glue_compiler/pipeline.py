@@ -180,12 +180,14 @@ class Pipeline:
         """Identifies the enabled passes: their names, sources and the options they read. None: nothing is to be cached.
 
         A graph from the cache runs none of ``step_passes``, so their rewrites would have no numbers, and a dump would
-        not show them.
+        not show them. Nor may one whose guards leave a part of a range out be taken where all of it was asked for.
         """
         if self.options.fuel is not None or self.options.verify or (self.options.dump and step_passes):
             return None
         described = [_described(p, self.options) for p in self.passes]
-        return None if None in described else hashlib.sha256(pickle.dumps(described)).digest()
+        if None in described:
+            return None
+        return hashlib.sha256(pickle.dumps((described, compat.promises_ranges()))).digest()
 
     def _run_one(
         self,

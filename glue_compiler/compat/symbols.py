@@ -151,6 +151,29 @@ def lower_bound(expression: Any, shape_env: Any) -> int:
     return int(bound) if bound.is_Integer else 0
 
 
+def promised_symbols(shape_env: Any) -> frozenset[Any]:
+    """The sizes for which one compile was asked to serve a whole range (``torch._dynamo.mark_dynamic``).
+
+    A guard that cannot be proved for all of the range is an error there, where otherwise it costs a recompile.
+    """
+    from torch.fx.experimental.symbolic_shapes import StrictMinMaxConstraint
+
+    found = set()
+    for tracked in getattr(shape_env, "tracked_fakes", None) or ():
+        asked = getattr(tracked.symbolic_context, "constraint_sizes", None) or ()
+        for size, constraint in zip(getattr(tracked.fake, "shape", ()), asked, strict=False):
+            if isinstance(constraint, StrictMinMaxConstraint) and isinstance(size, torch.SymInt):
+                found |= shape_env.replace(size.node.expr).free_symbols
+    return frozenset(found)
+
+
+def promises_ranges() -> bool:
+    """Are there such sizes in the graph that is compiled now?"""
+    context = TracingContext.try_get()
+    mode = context.fake_mode if context is not None else None
+    return mode is not None and bool(promised_symbols(mode.shape_env))
+
+
 def may_be_equal(first: Any, second: Any, shape_env: Any) -> bool:
     """Can two expressions of unbacked symbols be equal, as far as the symbols' ranges tell?"""
     return is_unbacked(first - second) and 0 in shape_env.bound_sympy(first - second)

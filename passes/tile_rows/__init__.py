@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
+from glue_compiler import compat
 from glue_compiler.graph_pass import Numerics, PairPass, PassContext, PassResult, Skip
 from glue_compiler.passes.tile_rows.regions import Region, find_regions, numbers_of_rows
 from glue_compiler.passes.tile_rows.write import tile
@@ -24,6 +25,12 @@ GRAIN = 256
 """Sizes of tiles are multiples of it."""
 
 
+_PROMISED = (
+    "one graph has to serve a range of sizes that was asked for with mark_dynamic, and tiles are compiled for a part "
+    "of it; without mark_dynamic torch compiles once more for others"
+)
+
+
 class TileRows(PairPass):
     """Do what is wider inside than at its ends, as an MLP is, tile by tile of rows, so that less is alive at a time.
 
@@ -37,8 +44,12 @@ class TileRows(PairPass):
     def run_pair(self, pair: TrainingPair, context: PassContext) -> PassResult:
         counts = {"regions": 0, "tiles": 0, "steps": 0}
         skips: list[Skip] = []
+        promised = compat.promised_symbols(context.shape_env)
         for gm, where in ((pair.forward, "forward"), (pair.backward, "backward")):
             rows = numbers_of_rows(gm.graph, 2 * LEAST_ROWS)
+            for each in [each for each in rows if promised & getattr(each, "free_symbols", frozenset())]:
+                del rows[each]
+                skips.append(Skip(f"in {where}, {_PROMISED}"))
             refused: set[fx.Node] = set()
             regions = find_regions(gm.graph, rows)
             skips += [Skip(f"in {where}, {reason}", node.name) for node, reason in regions.left]

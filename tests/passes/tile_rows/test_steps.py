@@ -157,6 +157,24 @@ def test_a_wide_value_that_is_read_whole():
     assert any("reads all rows at once" in skip.reason for skip in report.skips)
 
 
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_range_that_one_graph_has_to_serve(compiler):
+    model = Stack([frozen(Gated()), frozen(Gated())])
+    tiled = run_both(model, torch.randn(ROWS, WIDTH), compiler=compiler, dynamic=True)
+    assert tiled.changed
+    torch._dynamo.reset()
+    lengths = [torch.randn(length, WIDTH, dtype=torch.float64) for length in (ROWS, 3, 3000)]
+    for each in lengths:
+        torch._dynamo.mark_dynamic(each, 0, min=2, max=2**20)
+    run = compile_with_glue(model, compiler=compiler, passes={"tile_rows": True})
+    for each in lengths:
+        run.call(each).sum().backward()
+    (graph,) = run.session.graphs
+    report = next(p for p in graph.passes if p.name == "tile_rows")
+    assert not report.changed
+    assert any("mark_dynamic" in skip.reason for skip in report.skips)
+
+
 def test_few_rows_stay_whole():
     assert run_both(Stack([frozen(Gated())]), torch.randn(ROWS - 1, WIDTH)).counts["regions"] == 0
 
