@@ -207,16 +207,15 @@ class Running:
             return {"failed": "the process ended"}
 
 
-def run_all(rows: list[str], variants: list[str], arguments: argparse.Namespace, caches: str) -> list[Running]:
+def run_all(cases: list[tuple[str, str]], arguments: argparse.Namespace, caches: str) -> list[Running]:
     """Start everything, wait until all have compiled or the limit is over, time one after the other."""
     start = time.monotonic()
     found = []
-    for variant in variants:
-        for row in rows:
-            which = (row, variant, size_of(row, arguments), arguments.device, arguments.compiler)
-            schedule = Schedule(timed=arguments.steps, kinds=(False,) if arguments.fixed else (False, True))
-            process, pipe = _started(measure, schedule, f"{caches}/{row} {variant}", *which)
-            found.append(Running(row, variant, which, process, pipe))
+    for row, variant in cases:
+        which = (row, variant, size_of(row, arguments), arguments.device, arguments.compiler)
+        schedule = Schedule(timed=arguments.steps, kinds=(False,) if arguments.fixed else (False, True))
+        process, pipe = _started(measure, schedule, f"{caches}/{row} {variant}", *which)
+        found.append(Running(row, variant, which, process, pipe))
     while waiting := [each for each in found if not each.is_ready and each.result is None]:
         left = start + arguments.limit - time.monotonic()
         ready = {id(pipe) for pipe in wait([each.pipe for each in waiting], max(0.0, left))}
@@ -297,6 +296,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default=",".join(DEFAULT_ROWS), help=f"of {', '.join(ROWS)}")
     parser.add_argument("--variants", default=",".join(DEFAULT_VARIANTS), help=f"of {', '.join(VARIANTS)}")
+    parser.add_argument("--cases", help="such as qwen3-bf16:glue,llama-lora:flex, instead of each variant of each row")
     parser.add_argument(
         "--tokens", type=int, help="the fixed total, which those that vary stay below; a row has its own"
     )
@@ -313,15 +313,17 @@ def main() -> None:
     # Totals that vary leave holes in memory that is cut into blocks of fixed sizes.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     device = torch.cuda.get_device_name() if arguments.device == "cuda" else "CPU"
-    rows = arguments.rows.split(",")
+    cases = [(row, variant) for variant in arguments.variants.split(",") for row in arguments.rows.split(",")]
+    if arguments.cases:
+        cases = [(row, variant) for row, _, variant in (each.partition(":") for each in arguments.cases.split(","))]
     print(
         f"torch {torch.__version__} on {device}",
-        *(f"{row}: {size_of(row, arguments)}" for row in rows),
+        *(f"{row}: {size_of(row, arguments)}" for row in dict.fromkeys(row for row, _ in cases)),
         sep="\n",
         flush=True,
     )
     with tempfile.TemporaryDirectory() as caches:
-        found = run_all(rows, arguments.variants.split(","), arguments, caches)
+        found = run_all(cases, arguments, caches)
     if arguments.device == "cuda":
         peak = peak_flops(arguments.device)
         print(f"peak of a product: {peak / 1e12:.0f} TFLOP/s")
