@@ -12,6 +12,7 @@ from torch import fx
 
 from glue_compiler import capture, compat, registry, watchers
 from glue_compiler.deferred.outputs import defer_outputs
+from glue_compiler.fallback import StepPasses, compile_step
 from glue_compiler.forward_mode import refuse_tangents
 from glue_compiler.fuel import RewriteCounter
 from glue_compiler.graph_pass import Numerics, Stage
@@ -64,16 +65,23 @@ class GlueBackend:
             capture.check_rows(gm)
         prologues = [p.prologue for p in reports if p.prologue is not None]
         observer.handed_off(gm, prologues)
+
+        def compiled(passes: StepPasses) -> Callable[..., Any]:
+            return hand_off_in_parts(
+                self._hand_off,
+                prologues,
+                gm,
+                example_inputs,
+                pipeline.options_with(passes),
+                pipeline.uuid(passes),
+                pipeline.step_edit(passes, observer),
+            )
+
         step_passes = pipeline.step_passes(gm)
-        call = hand_off_in_parts(
-            self._hand_off,
-            prologues,
-            gm,
-            example_inputs,
-            pipeline.options_with(step_passes),
-            pipeline.uuid(step_passes),
-            pipeline.step_edit(step_passes, observer),
-        )
+        if pipeline.options.strict:
+            call = compiled(step_passes)
+        else:
+            call = compile_step(compiled, step_passes, [gm, *(p.graph for p in prologues)], observer)
         call = defer_outputs(call, [each for p in reports for each in p.deferred])
         changed = [p.name for p in reports if p.changed and p.numerics is Numerics.CLOSE]
         return observer.compiled(refuse_tangents(call, changed))

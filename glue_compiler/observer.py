@@ -48,6 +48,9 @@ class Observer:
     def pair_finished(self, pair: TrainingPair) -> None:
         """The passes over the pair are done."""
 
+    def refused(self, passes: Sequence[str], reason: str) -> None:
+        """The compiler failed on what these passes over the joint graph or the pair made, and it is left out."""
+
     def compiled(self, call: Call) -> Call:
         """``call`` is what the graph became; what is returned, ``call`` or a watch over it, takes its place."""
         return call
@@ -78,6 +81,9 @@ class Observers(Observer):
 
     def pair_finished(self, pair: TrainingPair) -> None:
         self._tell(lambda each: each.pair_finished(pair))
+
+    def refused(self, passes: Sequence[str], reason: str) -> None:
+        self._tell(lambda each: each.refused(passes, reason))
 
     def compiled(self, call: Call) -> Call:
         def watch(each: Observer) -> None:

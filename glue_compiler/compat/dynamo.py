@@ -125,6 +125,15 @@ def is_soft_failure(error: BaseException) -> bool:
     return isinstance(error, exc.Unsupported | exc.UserError | exc.SkipFrame)
 
 
+def is_compilers_failure(error: BaseException) -> bool:
+    """Did what compiles a graph fail, and not the graph's program, the machine's memory, or Dynamo on its own way?"""
+    from torch._dynamo import exc
+
+    if any(isinstance(each, torch.OutOfMemoryError | MemoryError) for each in error_chain(error)):
+        return False
+    return isinstance(error, exc.BackendCompilerFailed) or not isinstance(error, exc.TorchDynamoException)
+
+
 def is_recompile_limit(error: BaseException) -> bool:
     from torch._dynamo import exc
 

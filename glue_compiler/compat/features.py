@@ -19,6 +19,7 @@ REWRITES = Feature(
         **_VALUES,
         "torch.fx.experimental.sym_node:SymNode.expr": ANY,
         "torch.fx.experimental.sym_node:SymNode.hint": ANY,
+        "torch.fx.experimental.symbolic_shapes:StrictMinMaxConstraint": ANY,
         "torch.fx.experimental.symbolic_shapes:free_unbacked_symbols": Uses(("x",)),
         f"{_SHAPES}._rename_unbacked_to": Uses(("self", "orig_s", "new_s")),
         f"{_SHAPES}._update_version_counter": Uses(("self",)),
@@ -28,7 +29,10 @@ REWRITES = Feature(
         f"{_SHAPES}.suppress_guards": Uses(("self",)),
         **{
             f"{_SHAPES}().{table}": ANY
-            for table in ("backed_var_to_val", "replacements", "unbacked_renamings", "var_to_range", "var_to_sources")
+            for table in (
+                *("backed_var_to_val", "replacements", "tracked_fakes", "unbacked_renamings", "var_to_range"),
+                "var_to_sources",
+            )
         },
     },
 )

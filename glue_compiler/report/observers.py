@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
 
@@ -48,6 +49,14 @@ class ReportObserver(Observer):
         if self.session.keeps:
             self.report.host_syncs = host_syncs_of(gm, prologues)
         self.session.add_graph(self.report)
+
+    def refused(self, passes: Sequence[str], reason: str) -> None:
+        error = f"left out, as the compiler failed on its result: {reason}"
+        self.report.passes = [
+            dataclasses.replace(p, changed=False, error=error) if p.name in passes and p.changed else p
+            for p in self.report.passes
+        ]
+        self.session.show(self.report, ())
 
 
 class GraphObserver(Observer):

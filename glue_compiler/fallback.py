@@ -1,0 +1,61 @@
+"""A compiler that refuses what glue made of a training step gets the step as it was."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx
+
+from glue_compiler import compat
+from glue_compiler.compat import partition
+from glue_compiler.errors import GlueError, GlueWarning
+from glue_compiler.fx.snapshots import Snapshot
+from glue_compiler.graph_pass import JointPass, PairPass
+from glue_compiler.observer import Observer
+
+log = logging.getLogger(__name__)
+
+Call = Callable[..., Any]
+StepPasses = Sequence[JointPass | PairPass]
+
+
+def compile_step(
+    compiled: Callable[[StepPasses], Call], passes: StepPasses, graphs: Sequence[fx.GraphModule], observer: Observer
+) -> Call:
+    """``compiled(passes)``; where the compiler fails, and without ``passes`` does not, a warning and ``compiled(())``.
+
+    The backward graph is compiled at once too, and not at the first backward, where it would be too late.
+
+    Args:
+        graphs: what ``compiled`` takes ownership of.
+    """
+    if not passes:
+        return compiled(())
+    before = Snapshot(*graphs)
+    try:
+        with partition.backward_compiled_at_once():
+            return compiled(passes)
+    except Exception as error:
+        if isinstance(error, GlueError) or not compat.is_compilers_failure(error):
+            raise
+        log.debug("the compiler failed behind %s", [p.name for p in passes], exc_info=True)
+        before.restore()
+        try:
+            call = compiled(())
+        except Exception as other:
+            log.debug("nor does it compile without them: %s", other)
+            raise error from None
+        told = str(error).splitlines()
+        reason = f"{type(error).__name__}: {told[0] if told else ''}"
+        observer.refused([p.name for p in passes], reason)
+        names = ", ".join(p.name for p in passes)
+        warnings.warn(
+            f"the compiler failed on a training step ({reason}), and does not without {names}: the step is compiled as "
+            f"it was before them. Set strict=True to raise, GLUE_DISABLE={names.replace(', ', ',')} to leave them out.",
+            GlueWarning,
+            stacklevel=2,
+        )
+        return call
