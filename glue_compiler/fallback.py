@@ -10,7 +10,6 @@ from typing import Any
 from torch import fx
 
 from glue_compiler import compat
-from glue_compiler.compat import partition
 from glue_compiler.errors import GlueError, GlueWarning
 from glue_compiler.fx.snapshots import Snapshot
 from glue_compiler.graph_pass import JointPass, PairPass
@@ -27,7 +26,8 @@ def compile_step(
 ) -> Call:
     """``compiled(passes)``; where the compiler fails, and without ``passes`` does not, a warning and ``compiled(())``.
 
-    The backward graph is compiled at once too, and not at the first backward, where it would be too late.
+    A backward graph that is compiled when it first runs may fail there: to compile it earlier would be without knowing
+    whether the caller retains the graph.
 
     Args:
         graphs: what ``compiled`` takes ownership of.
@@ -36,8 +36,7 @@ def compile_step(
         return compiled(())
     before = Snapshot(*graphs)
     try:
-        with partition.backward_compiled_at_once():
-            return compiled(passes)
+        return compiled(passes)
     except Exception as error:
         if isinstance(error, GlueError) or not compat.is_compilers_failure(error):
             raise

@@ -106,24 +106,34 @@ def test_errors_that_reach_the_user(error, at, options, each_time):
     assert attempts == each_time * (len(attempts) // len(each_time))  # the frame itself is tried again
 
 
-def test_a_backward_that_inductor_refuses_is_seen_in_time():
-    """The backward graph calls what Inductor has no lowering for."""
+def test_a_forward_that_inductor_refuses():
+    """It has no lowering for what the forward graph calls."""
 
     class Breaks(DoublesSines):
         name = "breaks"
 
         def run_pair(self, pair, context):
-            (node,) = pair.backward.graph.find_nodes(op="call_function", target=torch.ops.aten.cos.default)
+            (node,) = pair.forward.graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default)
             node.target = torch.ops.aten.histogram.bin_ct
             node.args = (node.args[0], 3)
-            pair.backward.recompile()
+            pair.forward.recompile()
             return PassResult(changed=True)
 
     model, x = model_and_input()
     call = torch.compile(model, backend="glue", options={"extra_passes": [Breaks()]})
     with pytest.warns(GlueWarning, match="failed on a training step"):
-        out = call(x)
-    out.sum().backward()
+        found = step(call, model, x)
+    torch.testing.assert_close(found, step(model, model, x))
+
+
+def test_a_graph_that_is_retained():
+    """Nothing of it is overwritten, as the backward is compiled when it is known to run again."""
+    model, x = model_and_input()
+    call = torch.compile(model, backend="glue", options={"passes": {"share_layers": True, "tile_rows": True}})
+    loss = call(x).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
     found = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
-    torch.testing.assert_close(found, step(model, model, x)[1:])
+    for got, want in zip(found, step(model, model, x)[1:], strict=True):
+        torch.testing.assert_close(got, 2 * want)

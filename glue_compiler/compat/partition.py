@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,16 +83,6 @@ def _merge_equal(joint: fx.GraphModule) -> None:
     if config.cse:
         joint.graph = fx_graph_cse(joint.graph)
     joint.recompile()
-
-
-@contextlib.contextmanager
-def backward_compiled_at_once() -> Iterator[None]:
-    """A backward graph is compiled behind its forward, and not when it is first called."""
-    from torch._functorch import config
-
-    name = "force_non_lazy_backward_lowering"
-    with config.patch({name: True} if hasattr(config, name) else {}):
-        yield
 
 
 def partition_patch(key: bytes | None, edit: Edit, options: Mapping[str, Any]) -> Mapping[str, Any]:
