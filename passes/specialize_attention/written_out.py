@@ -72,6 +72,7 @@ def read_written_out(output: Value, call: Call, reader: IndexReader) -> WrittenO
     weights = _softmax(outer.left, chain, operators)
     if weights is None:
         return None
+    weights = _without_row_maximum(weights, chain, operators)
     if chain.has_sinks:
         weights = _without_sinks(weights, chain, operators)
     scores = _capped(_biased(_masked(weights, chain, reader), chain, operators), chain, operators)
@@ -133,15 +134,20 @@ def _is_all_but_the_last(call: Call, whole: Value, part: Value, operators: Opera
     return starts and steps and (*before[:-1], before[-1] - 1) == tuple(after)
 
 
-def _without_sinks(value: Value, chain: Chain, operators: Operators) -> Value:
-    """Takes the column of sinks off the scores, and the subtraction of a row's maximum that may come after it."""
+def _without_row_maximum(value: Value, chain: Chain, operators: Operators) -> Value:
+    """Takes the subtraction of a row's maximum off the scores, which softmax does not see."""
     match operators.does(value):
         case Call(aten.sub | aten.subtract, {"self": Value() as scores, "other": Value() as most, "alpha": 1}):
             if _is_row_maximum(most, scores, operators):
                 chain.links += [value, most]
-                value = scores
+                return scores
         case _:
             pass
+    return value
+
+
+def _without_sinks(value: Value, chain: Chain, operators: Operators) -> Value:
+    """Takes the column of sinks off the scores."""
     match operators.does(value):
         case Call(aten.cat | aten.concat, {"tensors": (Value() as scores, Value() as sinks), "dim": int() as dim}):
             column = operators.meta(sinks).shape[-1] if operators.is_tensor(sinks) else None
