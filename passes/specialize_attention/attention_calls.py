@@ -98,6 +98,9 @@ def _site(
         if of_key[1] != 1:
             raise NotAttention("the heads of keys are not those of queries")
         is_grouped = True
+    readers = {user for node in inside for user in node.users} - {output, *inside}
+    if any(user < operand for user in readers for operand in (query, key)):
+        raise NotAttention("the sizes of its scores are used before those of query and key are known")
     gradients = Gradients(output, operators)
     if not all(map(gradients.pass_through, inside)):
         raise NotAttention("gradients are switched off for a part of it")

@@ -105,6 +105,7 @@ class _Writer:
         result.meta["example_value"] = expected
         site.output.replace_all_uses_with(result)
         self.results[site.output] = result
+        self._expand_without_scores(site)
         self.abandoned += [*site.output.all_input_nodes, *(n for i in site.inside for n in i.all_input_nodes)]
         for node in (site.output, *site.inside):
             graph.erase_node(node)
@@ -212,6 +213,19 @@ class _Writer:
         if len(shape) >= -dim and expression(shape[dim]) == expression(value_of(operand).shape[2]):
             return self.make.size(mask.graph, mask, len(shape) + dim)
         return self.make.size(mask.graph, operand, 2)
+
+    def _expand_without_scores(self, site: AttentionSite) -> None:
+        """What is expanded to the sizes of the scores is expanded to those of query and key."""
+        inside = {site.output, *site.inside}
+        for node in site.inside:
+            for user in [user for user in node.users if user not in inside]:
+                (expanded,) = (each for each in user.all_input_nodes if each is not node)
+                with user.graph.inserting_before(user):
+                    query, key = (self.results.get(each, each) for each in (site.query, site.key))
+                    sizes = [self.make.size(user.graph, query, dim) for dim in range(3)]
+                    sizes.append(self.make.size(user.graph, key, 2))
+                # The node stays the same one: the mask of another attention may be it.
+                user.op, user.target, user.args, user.kwargs = "call_method", "expand", (expanded, *sizes), {}
 
     # -- metadata of a packed batch
 

@@ -370,17 +370,28 @@ def _used_here_alone(links: list[fx.Node], output: fx.Node, operators: Operators
         NotAttention: something else uses them.
     """
     inside = dict.fromkeys(links)
+    values = {operators.value(node) for node in links}
     waiting = list(inside)
     while waiting:
         node = waiting.pop()
         for user in node.users:
-            if user is output or user in inside:
+            if user is output or user in inside or reads_sizes_alone(user, node, operators):
                 continue
-            if not user.op.startswith("call_") or operators.value(user) != operators.value(node):
+            if not user.op.startswith("call_") or operators.value(user) not in values:
                 raise NotAttention("the attention weights or scores are used elsewhere too")
             inside[user] = None
             waiting.append(user)
     return tuple(node for node in reversed(output.graph.nodes) if node in inside)
+
+
+def reads_sizes_alone(user: fx.Node, node: fx.Node, operators: Operators) -> bool:
+    """Does ``user`` expand another tensor to the sizes of ``node``, which is all that it takes of it?"""
+    if not user.op.startswith("call_") or len(user.all_input_nodes) != 2:
+        return False
+    match operators.does(operators.value(user)):
+        case Call(aten.expand_as, {"other": Value() as other}):
+            return operators.node_of(other) is node
+    return False
 
 
 def _require_one_autocast(inside: tuple[fx.Node, ...], output: fx.Node, operators: Operators) -> None:

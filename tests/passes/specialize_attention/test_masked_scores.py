@@ -26,6 +26,11 @@ def added(visible, low=LOWEST):
     return torch.zeros(visible.shape, dtype=torch.float64).masked_fill(~visible, low)
 
 
+def less_most(scores, masked, dim=-1):
+    """``masked`` less the maximum of ``scores``, as mimo_v2_flash of transformers does."""
+    return masked - scores.max(dim=dim, keepdim=True).values
+
+
 def attention(change):
     """``change``: (scores, starts) → what softmax is taken of."""
 
@@ -64,6 +69,14 @@ CHANGES = {
     ),
     "one of two is read": (lambda s, d: torch.where(causal(), s, -1e30) + added(KEYS), "there are two masks"),
     "one of two hides little": (lambda s, d: torch.where(causal(), s, -20.0) + added(documents(d)), UNKNOWN),
+    "less the maximum": (lambda s, d: less_most(t := s.masked_fill(~documents(d), -1e30), t), PACKED),
+    "less the maximum where some see nothing": (
+        lambda s, d: (t := torch.where(KEYS.roll(1, -1) & causal(), s, float("-inf"))) - t.amax(-1, keepdim=True),
+        LISTED,
+    ),
+    "less the maximum of all": (lambda s, d: less_most(s, s.masked_fill(~documents(d), -1e30)), UNKNOWN),
+    "less the maximum over queries": (lambda s, d: less_most(t := s + added(documents(d)), t, dim=-2), UNKNOWN),
+    "less the mean": (lambda s, d: (t := s + added(causal(), -1e9)) - t.mean(-1, keepdim=True), UNKNOWN),
     "added twice": (lambda s, d: s + added(causal()) + added(documents(d)), UNKNOWN),
 }
 
@@ -82,6 +95,45 @@ def filled_in_place(query, key, value, starts):
     scores = query @ key.mT
     scores.masked_fill_(~documents(starts), LOWEST)
     return F.softmax(scores.float() if scores.dtype == torch.float16 else scores, -1) @ value
+
+
+def expanded_to_scores(hidden, before=lambda mask, scores: mask.expand_as(scores)):
+    """As flaubert and xlm of transformers do, with ``float`` and ``type_as`` that do nothing here."""
+
+    def fn(query, key, value, starts):
+        scores = query @ key.mT
+        mask = before(hidden(starts), scores)
+        scores.masked_fill_(mask, LOWEST)
+        return F.softmax(scores.double(), -1).type_as(scores) @ value
+
+    return fn
+
+
+def expanded_and_returned(query, key, value, starts):
+    scores = query @ key.mT
+    mask = (~documents(starts)).expand_as(scores)
+    return F.softmax(scores.masked_fill(mask, LOWEST), -1) @ value, mask
+
+
+def expanded_for_rows(query, key, value, starts):
+    scores = query @ key.mT
+    ids = starts.cumsum(-1)
+    seen = ids[:, None, :, None] == ids[:, None, None, :]
+    token = torch.arange(starts.shape[1])
+    mask = (~(seen & (token[:, None] >= token))).expand_as(scores)
+    return F.softmax(scores.masked_fill(mask, -1e30), -1) @ value, mask
+
+
+def expanded_for_two(query, key, value, starts):
+    scores = query @ key.mT
+    mask = (~KEYS).expand_as(scores).contiguous()
+    first = F.softmax(scores.masked_fill(mask, LOWEST), -1) @ value
+    return F.softmax((first @ key.mT).masked_fill(mask, LOWEST), -1) @ value
+
+
+def scores_expanded(query, key, value, starts):
+    scores = query @ key.mT
+    return F.softmax(scores.masked_fill(~documents(starts), LOWEST), -1) @ value, scores.expand_as(scores[None])
 
 
 def all_in_place(query, key, value, starts):
@@ -122,6 +174,13 @@ def written_between_the_products(query, key, value, starts):
     ("fn", "expected"),
     [
         (filled_in_place, PACKED),
+        (expanded_to_scores(lambda starts: ~documents(starts)), PACKED),
+        (expanded_to_scores(lambda starts: ~KEYS), LISTED),
+        (expanded_to_scores(lambda starts: ~KEYS, lambda mask, scores: mask.expand_as(other=scores)), LISTED),
+        (expanded_to_scores(lambda starts: ~KEYS, lambda mask, scores: mask | (scores > 4)), "used elsewhere"),
+        (expanded_and_returned, PACKED),
+        (expanded_for_two, {"listed": 2}),
+        (scores_expanded, "used elsewhere"),
         (all_in_place, PACKED),
         (written_and_read, "used elsewhere"),
         (scores_added_to_the_mask, {}),
@@ -131,6 +190,10 @@ def written_between_the_products(query, key, value, starts):
 )
 def test_scores_are_masked_in_place(fn, expected):
     assert_as_eager(fn, expected, [STARTS])
+
+
+def test_a_mask_expanded_to_scores_of_any_size():
+    assert_as_eager(expanded_for_rows, PACKED, [STARTS.expand(3, -1)], inputs(batch=3), dynamic=True)
 
 
 # -- computed in a wider dtype than that of query, key and value
