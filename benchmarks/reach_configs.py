@@ -23,6 +23,8 @@ MAPPINGS: dict[Kind, str] = {
 VOCABULARY = 96
 LENGTH = 32
 """Tokens in a row."""
+MOST_WEIGHTS = 10_000_000
+"""Of a model: more take too long in fp64."""
 
 _NAMES: dict[int, str] = {
     VOCABULARY: "vocab_size encoder_vocab_size decoder_vocab_size unpadded_vocab_size vocab_size_per_layer_input "
@@ -328,7 +330,7 @@ def tiny_model(family: str, kind: Kind, attention: str | None, dtype: Any) -> Ti
     except Exception as error:
         raise NotBuilt(_first_line(error)) from error
     numbers = sum(p.numel() for p in model.parameters())
-    if numbers > 10_000_000:
+    if numbers > MOST_WEIGHTS:
         raise NotBuilt(f"it has {numbers:,} weights, and which of its sizes make them is not known here")
     with torch.no_grad():
         for parameter in model.parameters():  # what starts at zero, or at one, would hide what is wrong in it
