@@ -351,3 +351,8 @@ def test_a_caller_writes_the_outputs_or_one_input(written):
     assert [bool(out.any()) for out in (*outputs, *inputs)] == (
         [False] * 3 + [True] * 3 if written is None else [True] * 4 + [False, True]
     )
+
+
+def test_graphs_of_a_kind_whose_passes_come_later_are_not_drawn(capsys):
+    assert main(["--level", "graphs", "--kind", "steps", "--count", "1", "--seed", "1"]) == 0
+    assert "1 graphs" not in capsys.readouterr().out
