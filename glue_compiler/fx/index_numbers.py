@@ -61,7 +61,10 @@ def select(condition: Any, if_true: Any, if_false: Any) -> Any:
         return if_true
     if condition == sympy.false:
         return if_false
-    return sympy.Piecewise((if_true, condition), (if_false, True), evaluate=False)
+    try:
+        return sympy.Piecewise((if_true, condition), (if_false, True), evaluate=False)
+    except KeyError:  # sympy 1.14: it takes a free symbol of each condition inside of a condition, and may find none
+        raise NotAView("a choice by what was itself chosen by an element of a tensor") from None
 
 
 def is_selected_constant(value: Any) -> bool:

@@ -281,3 +281,15 @@ def test_what_eager_cannot_fill_in_is_not_taken_away(name):
     else:
         torch.testing.assert_close(run.call(*tensors), fn(*tensors), rtol=1e-2, atol=1e-2)
         assert counts(run) == expected
+
+
+def test_a_choice_by_a_number_that_an_element_chose():
+    """A number that is 0 or 1 as one element of a tensor says is compared, in a row of its own: no symbol is in that."""
+    lengths = torch.tensor([3])
+
+    def fn(query, key, value, lengths):
+        seen = lengths.unsqueeze(1).bool().long() > torch.arange(LENGTH)
+        bias = torch.where(causal() & seen[:, None, None], torch.zeros((), dtype=query.dtype), float("-inf"))
+        return F.softmax((query @ key.mT) * 0.25 + bias, -1) @ value
+
+    assert_as_eager(fn, LISTED, [lengths], [each.detach()[:1].requires_grad_() for each in inputs()])
