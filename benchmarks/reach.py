@@ -51,7 +51,8 @@ def main() -> None:
         return
     known = read_results(arguments.results)
     if arguments.again:
-        known = {name: result for name, result in known.items() if result.status == "right" and not result.failures}
+        done = ("right", "not taken")
+        known = {name: result for name, result in known.items() if result.status in done and not result.failures}
     work = [[c for c in cases if c.name not in known] for cases in _cases(arguments)]
     with arguments.results.open("a") as file:
         for result in _run([cases for cases in work if cases], arguments.jobs, arguments.limit):

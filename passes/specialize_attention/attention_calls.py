@@ -18,7 +18,7 @@ from glue_compiler.fx.value_numbering import Scope
 from glue_compiler.fx.values import requires_grad, value_of
 from glue_compiler.passes.specialize_attention.attention_parts import AttentionSite, Mask, NotAttention
 from glue_compiler.passes.specialize_attention.gradients import Gradients
-from glue_compiler.passes.specialize_attention.written_out import Chain, read_written_out
+from glue_compiler.passes.specialize_attention.written_out import Chain, has_softmax, read_written_out
 
 aten = torch.ops.aten
 
@@ -30,7 +30,7 @@ def attention_sites(scope: Scope, reader: IndexReader) -> Iterator[AttentionSite
         found = value_of(node)
         if not node.op.startswith("call_") or not isinstance(found, torch.Tensor):
             continue
-        if found.dim() != 4 or not found.is_floating_point():
+        if found.dim() not in (3, 4) or not found.is_floating_point():
             continue
         value = operators.value(node)
         call = operators.does(value) if value.node is node else None
@@ -39,8 +39,10 @@ def attention_sites(scope: Scope, reader: IndexReader) -> Iterator[AttentionSite
                 continue
             if call.operator is aten.scaled_dot_product_attention:
                 site = _operator_site(node, call, scope, reader)
-            elif call.operator in (aten.matmul, aten.einsum):
-                site = _written_out_site(value, call, scope, reader)
+            elif call.operator in (aten.matmul, aten.einsum, aten.bmm):
+                site = _written_out_site(value, call, scope, reader) if found.dim() == 4 else None
+                if site is None and has_softmax(call, operators):
+                    raise NotAttention("softmax between two products that are not of query, key and value [B, H, T, D]")
             else:
                 continue
         except NotAttention as reason:

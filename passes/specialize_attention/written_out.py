@@ -22,6 +22,7 @@ from glue_compiler.passes.specialize_attention.gradients import Gradients
 from glue_compiler.passes.specialize_attention.products import product_of
 
 aten = torch.ops.aten
+_PASSED = (aten.clone, aten.contiguous, aten.view, aten.reshape)
 
 
 @dataclass
@@ -93,6 +94,24 @@ def read_written_out(output: Value, call: Call, reader: IndexReader) -> WrittenO
     _require_one_autocast(inside, output.node, operators)
     _require_one_precision((query, key, value), chain.links, output, operators)
     return WrittenOut(query, key, value, chain, inside)
+
+
+def has_softmax(call: Call, operators: Operators) -> bool:
+    """Is softmax over the last of three or four dimensions behind the first factor of a product, whatever its form?"""
+    tensors = call.arguments.get("tensors") or (call.arguments.get("self"),)
+    weights: Any = tensors[0]
+    while operators.is_tensor(weights):
+        match operators.does(weights):
+            case Call(aten.softmax | aten.special_softmax, {"dim": int() as dim}):
+                rank = operators.meta(weights).rank
+                return rank in (3, 4) and dim % rank == rank - 1
+            case Call(aten.dropout, {"input": behind}):
+                weights = behind
+            case Call(operator, {"self": behind}) if operator in _PASSED or operator in CONVERSIONS:
+                weights = behind
+            case _:
+                return False
+    return False
 
 
 def _softmax(weights: Any, chain: Chain, operators: Operators) -> Value | None:

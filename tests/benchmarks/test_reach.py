@@ -37,6 +37,24 @@ def test_a_family_that_is_not_built_says_why(monkeypatch):
         tiny_model("llama", "causal", None, torch.float32)
 
 
+def test_a_family_that_takes_more_than_text_says_so():
+    with pytest.raises(NotBuilt, match="more than text: pixel_values"):
+        tiny_model("blip", "multimodal", None, torch.float32)
+
+
+def test_sizes_in_lists_and_of_nested_families_are_small():
+    assert tiny_config("gemma3n_text", "causal").intermediate_size == [48] * 4
+    assert tiny_config("qwen4_exp", "multimodal").text_config.indexer_budget == 16
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "glm4v_moe"])
+def test_sections_of_rotary_positions_fill_the_rotated_half_of_a_head(family):
+    config = tiny_config(family, "multimodal").text_config
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rotated = int(head * config.rope_parameters.get("partial_rotary_factor", 1.0))
+    assert sum(config.rope_parameters["mrope_section"]) == rotated // 2
+
+
 def test_what_is_wrong():
     want = {"loss": torch.ones(()), "weight": torch.ones(2), "unused": None}
     assert _difference(dict(want), want) == (0.0, "")

@@ -186,7 +186,7 @@ def key_not_transposed(query, key, value):
         (weights_returned, "used elsewhere"),
         (key_written_later, "written in place"),
         (other_dimension, None),
-        (key_not_transposed, None),
+        (key_not_transposed, "not of query, key and value"),
     ],
 )
 def test_other_softmax_stays(fn, reason):

@@ -284,7 +284,7 @@ def test_what_eager_cannot_fill_in_is_not_taken_away(name):
 
 
 def test_a_choice_by_a_number_that_an_element_chose():
-    """A number that is 0 or 1 as one element of a tensor says is compared, in a row of its own: no symbol is in that."""
+    """A number that is 0 or 1, as one element of a tensor says, is compared: no symbol is in that."""
     lengths = torch.tensor([3])
 
     def fn(query, key, value, lengths):
