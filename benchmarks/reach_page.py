@@ -34,9 +34,10 @@ queries, are left alone, and so are sizes of heads and dtypes that its kernels d
 run here: this table is about what is proved, and that it is right.
 
 Families with attention that stays as it is are listed under the reason;
-[what is left alone](specialize_attention.md) says of each why it must be so. `torch fails` is what fails, or differs from
-eager, under `backend="aot_eager"` too. `not built` and `eager fails` are of this benchmark: what a family needs beside text, a
-package that is not installed (`pip install pillow scipy timm` serves all but a few), or sizes that do not fit each other.
+[what is left alone](specialize_attention.md) says of each what is in the way. `torch fails` is what fails, or differs
+from eager, under `backend="aot_eager"` too. `not built` and `eager fails` are of this benchmark: what a family needs
+beside text, a package that is not installed (`pip install pillow scipy` is enough for all but those that need timm), or
+sizes that do not fit each other. A case that was not run is an empty cell.
 
 Of batches, "packed" is one row of three documents told apart by `position_ids`, "padded" two rows and an
 `attention_mask`, "plain" neither. A batch that a family's forward does not take is left out.
