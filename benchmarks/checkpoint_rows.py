@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import time
 from collections.abc import Callable
@@ -39,11 +40,11 @@ def prepare(
         ImportError: the row needs a package that is not there.
     """
     one_graph = isinstance(model, Decoder)  # peft's hook on the embedding breaks the graph behind it
+    compiled = functools.partial(torch.compile, model, fullgraph=one_graph, dynamic=dynamic)
     if row in ("none", "serial"):
-        return torch.compile(model, fullgraph=one_graph, dynamic=dynamic), nullcontext
+        return compiled(), nullcontext
     if row == "no-reorder":
-        call = torch.compile(model, fullgraph=one_graph, dynamic=dynamic, options={"reorder_for_peak_memory": False})
-        return call, nullcontext
+        return compiled(options={"reorder_for_peak_memory": False}), nullcontext
     options: dict[str, dict[str, Any]] = {
         "glue": {"offload": "checkpoints"},
         "glue-none": {},
@@ -51,8 +52,7 @@ def prepare(
         "budget": {"memory_budget": budget},
     }
     if row in options:
-        call = torch.compile(model, backend="glue", fullgraph=one_graph, dynamic=dynamic, options=options[row])
-        return call, nullcontext
+        return compiled(backend="glue", options=options[row]), nullcontext
     for layer in model.layers:
         layer.compile(fullgraph=True, dynamic=dynamic)
     if row == "save_on_cpu":

@@ -38,6 +38,12 @@ class GlueWarning(UserWarning):
     """Something did not work as asked, and the model still runs."""
 
 
+def first_line(error: BaseException) -> str:
+    """``ValueError: what was wrong``, without the lines that follow."""
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"
+
+
 def unknown_name(kind: str, name: str, known: Iterable[str], *, list_as: str = "Known") -> str:
     """``unknown option 'ofload'; did you mean 'offload'? Known: ...``; ``known`` is listed in full only when short."""
     names = sorted(known)

@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx
 
 from glue_compiler import compat
-from glue_compiler.errors import GlueError, GlueWarning
+from glue_compiler.errors import GlueError, GlueWarning, first_line
 from glue_compiler.fx.snapshots import Snapshot
 from glue_compiler.graph_pass import JointPass, PairPass
 from glue_compiler.observer import Observer
@@ -47,8 +47,7 @@ def compile_step(
         except Exception as other:
             log.debug("nor does it compile without them: %s", other)
             raise error from None
-        told = str(error).splitlines()
-        reason = f"{type(error).__name__}: {told[0] if told else ''}"
+        reason = first_line(error)
         observer.refused([p.name for p in passes], reason)
         names = ", ".join(p.name for p in passes)
         warnings.warn(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from glue_compiler.errors import GlueWarning
+from glue_compiler.errors import GlueWarning, first_line
 from glue_compiler.fx.copying import copy_graph_module
 from glue_compiler.fx.effects import EffectAnalysis
 from glue_compiler.fx.snapshots import Snapshot
@@ -69,7 +69,7 @@ def partition_marked(
             if (is_last and not found) or pipeline.options.strict:
                 raise
             log.debug("a marked graph is not partitioned", exc_info=True)
-            text = f"{type(failure).__name__}: {failure}".partition("\n")[0]
+            text = first_line(failure)
             error = error or text
             reasons.append(Skip(f"torch's partitioner refuses what is planned ({text})"))
         else:

@@ -23,7 +23,7 @@ from glue_compiler.capture.guarded_branches import GuardedBranches
 from glue_compiler.capture.inference_mode import InferenceMode
 from glue_compiler.capture.size_assumptions import SizeAssumptions
 from glue_compiler.capture.traced_writes import TracedWrites
-from glue_compiler.errors import GlueGradientLeafError, GlueSizeError
+from glue_compiler.errors import GlueGradientLeafError, GlueSizeError, first_line
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ def convert_frame(convert: Callable[[], Any], record: Callable[[CaptureEvent], N
     except Exception as error:
         if not _may_be_the_flags(error):
             return _raise(error, record)
-        reason = _first_line(compat.glue_error_in(error) or error)
+        reason = first_line(compat.glue_error_in(error) or error)
     log.info("a frame is converted again without data-dependent capture: %s", reason)
     record(CaptureEvent(reason, retried=True))
     return _convert(convert, record)
@@ -81,7 +81,7 @@ def convert_frame_with_loops(
         except Exception as error:
             if not speculative.regions and not speculative.overran:
                 raise
-            reason = _first_line(error)
+            reason = first_line(error)
         else:
             if speculative.all_harmless() and not speculative.overran - shortened:
                 return result
@@ -103,7 +103,7 @@ def convert_frame_with_leaves(convert: Callable[[], Any], record: Callable[[Capt
         own = compat.glue_error_in(error)
         if not isinstance(own, GlueGradientLeafError):
             raise
-        reason = _first_line(own)
+        reason = first_line(own)
     log.info("a frame is converted again, its calls of requires_grad_() left to Dynamo: %s", reason)
     record(CaptureEvent(reason, retried=True))
     return convert()
@@ -131,7 +131,7 @@ def _raise(error: Exception, record: Callable[[CaptureEvent], None]) -> Any:
     if own is not None:
         raise own from None
     if compat.is_soft_failure(error):
-        record(CaptureEvent(_first_line(error), retried=False))
+        record(CaptureEvent(first_line(error), retried=False))
     raise error
 
 
@@ -141,11 +141,6 @@ def _may_be_the_flags(error: Exception) -> bool:
     if own is not None or compat.is_recompile_limit(error):
         return isinstance(own, GlueSizeError)
     return not compat.is_soft_failure(error) or compat.is_data_dependent_failure(error)
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"
 
 
 class FrameOwner(Protocol):

@@ -50,9 +50,6 @@ class Steps:
         model = copy.deepcopy(self.workload.model).float()
         return self._step(model, model, None)
 
-    def eager(self) -> Step:
-        return self._step(self.workload.model, self.workload.model, None)
-
     def compiled(self, **options: Any) -> Step:
         torch._dynamo.reset()
         run = compile_and_keep(self.workload.model, compiler="inductor", fullgraph=False, **options)
