@@ -18,7 +18,8 @@ Variants: ``flex`` is Inductor with transformers' flex_attention, ``fa2`` and ``
 4, where those are installed; the others have sdpa. ``glue-torch`` takes no kernels of other packages, ``glue-shared``
 compiles repeated layers once, ``glue-tiled`` runs wide values in tiles of rows, in ``-recompute`` backward computes all
 again that is no product. ``glue-none`` makes no rewrite, and ``glue-metadata``, ``glue-attention``, ``glue-experts``
-and ``glue-loss`` make that one alone.
+and ``glue-loss`` make that one alone. ``plan-B`` plans what is kept for backward within ``memory_budget=B``
+(``plan-9.6GiB``).
 ``liger`` is eager, the model patched by Liger (package ``liger-kernel``), its loss without logits among them. A
 variant that ends in ``-layers`` compiles each decoder layer by itself (``layer.compile(...)``), as FSDP2 recipes do;
 masks, rotary tables and the loss are eager then, and equal layers share their graphs.
@@ -53,7 +54,7 @@ import torch
 from benchmarks.end_to_end_flops import peak_flops, step_flops
 from benchmarks.end_to_end_rows import ROWS, Size
 from benchmarks.end_to_end_table import COLUMNS, cell
-from benchmarks.end_to_end_variants import VARIANTS
+from benchmarks.end_to_end_variants import VARIANTS, variant_of
 
 DEFAULT_ROWS = ("qwen3-bf16", "qwen3-autocast")
 DEFAULT_VARIANTS = ("glue", "inductor", "flex", "eager")
@@ -77,7 +78,7 @@ class Trainer:
     def __init__(self, row: str, variant: str, size: Size, device: str, compiler: str) -> None:
         torch.manual_seed(0)
         self.size, self.device = size, device
-        how = VARIANTS[variant]
+        how = variant_of(variant)
         self.workload = ROWS[row].build(size, device, how.attention)
         self.call = how.compiled(self.workload, compiler)
         self.trained = [weight for weight in self.workload.model.parameters() if weight.requires_grad]
@@ -316,6 +317,10 @@ def main() -> None:
     cases = [(row, variant) for variant in arguments.variants.split(",") for row in arguments.rows.split(",")]
     if arguments.cases:
         cases = [(row, variant) for row, _, variant in (each.partition(":") for each in arguments.cases.split(","))]
+    for row, variant in cases:
+        variant_of(variant)
+        if row not in ROWS:
+            parser.error(f"there is no row '{row}'; see --help")
     print(
         f"torch {torch.__version__} on {device}",
         *(f"{row}: {size_of(row, arguments)}" for row in dict.fromkeys(row for row, _ in cases)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,3 +83,18 @@ VARIANTS = {
     "glue-experts": _glue_with("group_experts"),
     "glue-loss": _glue_with("chunk_loss"),
 }
+
+
+def variant_of(name: str) -> Variant:
+    """One of ``VARIANTS``, or ``plan-B``: glue plans what is kept for backward, within ``memory_budget=B``.
+
+    Raises:
+        ValueError: there is no such variant; the message names the nearest.
+    """
+    kind, _, budget = name.partition("-")
+    if kind == "plan" and budget:
+        return Variant("glue", options=(("memory_budget", budget),))
+    if name not in VARIANTS:
+        near = difflib.get_close_matches(name, VARIANTS, 1)
+        raise ValueError(f"there is no variant '{name}'" + (f"; did you mean '{near[0]}'?" if near else ""))
+    return VARIANTS[name]

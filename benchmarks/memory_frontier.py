@@ -93,7 +93,7 @@ def prepare(row: str) -> tuple[RunLayer, dict[str, Any]]:
     if kind == "plan":
         size, _, how = size.partition("-")
         run = checkpointed if how == "checkpoints" else without_checkpoint
-        options = {"memory_budget": size, "passes": {"plan_memory": True}, "dump": os.environ["FRONTIER_DUMP"]}
+        options = {"memory_budget": size, "dump": os.environ["FRONTIER_DUMP"]}
         return run, {"backend": "glue", "options": options}
     raise ValueError(f"there is no row '{row}'; see --help")
 

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -51,7 +51,14 @@ def rates_of(device: torch.device) -> Rates:
     return Rates(*_remembered("rates", device, lambda: astuple(_measured_rates(device))))
 
 
-def measured_seconds(operator: torch._ops.OpOverload, args: Any, kwargs: Any, device: torch.device) -> float | None:
+class Measured(NamedTuple):
+    """One call of an operator: its time, and all bytes that it allocates, those of its results among them."""
+
+    seconds: float
+    allocated: int
+
+
+def measured_call(operator: torch._ops.OpOverload, args: Any, kwargs: Any, device: torch.device) -> Measured | None:
     """What one call takes on a CUDA device, on random tensors in the place of each :class:`Sized`.
 
     None where random operands may be wrong ones (whole numbers, but for states of random generators), there is little
@@ -64,14 +71,23 @@ def measured_seconds(operator: torch._ops.OpOverload, args: Any, kwargs: Any, de
     if operator._schema.is_mutable or sum(t.nbytes for t in tensors) > torch.cuda.mem_get_info(device)[0] / 8:
         return None
 
-    def measure() -> float | None:
+    def measure() -> tuple[float, int] | None:
         with torch.random.fork_rng([device]), contextlib.suppress(RuntimeError):  # out of memory is one too
             filled = [_random(leaf, device) if isinstance(leaf, Sized) else leaf for leaf in leaves]
             args, kwargs = tree_unflatten(filled, structure)
-            return min(_seconds(lambda: operator(*args, **kwargs), 1) for _ in range(3))
+            seconds = min(_seconds(lambda: operator(*args, **kwargs), 1) for _ in range(3))
+            before = _ever_allocated(device)
+            operator(*args, **kwargs)
+            return seconds, max(1, _ever_allocated(device) - before)
         return None
 
-    return _remembered(f"{operator} {leaves}", device, measure)
+    found = _remembered(f"call of {operator} {leaves}", device, measure)
+    return None if found is None else Measured(*found)
+
+
+def _ever_allocated(device: torch.device) -> int:
+    """A count that only grows: peaks are the user's, who may reset them."""
+    return int(torch.cuda.memory_stats(device)["allocated_bytes.all.allocated"])
 
 
 def _measured_rates(device: torch.device) -> Rates:

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from glue_compiler.fx.device_bytes import bytes_counter
+from glue_compiler.fx.fused_reads import fused_reads, is_pointwise
 from glue_compiler.fx.storage_roots import storage_root
 from glue_compiler.fx.training_pair import TrainingPair
 from glue_compiler.passes.overlap_offload.plan import Region
@@ -56,18 +57,29 @@ def predict_memory(
     ], always
 
 
-def peak_of(pair: TrainingPair, shape_env: object, *, only_realised: bool) -> int:
+def peak_of(
+    pair: TrainingPair,
+    shape_env: object,
+    *,
+    only_realised: bool,
+    scratch: Callable[[fx.Node], int] = lambda node: 0,
+) -> int:
     """The most bytes at a time of a pair as it is, with the copies that it has. ``only_realised``: as above.
 
     A source counts until its copy is waited for, and what comes back from the start of that copy.
+
+    Args:
+        scratch: what an operator takes for itself while it runs.
     """
     inputs = pair.forward.graph.find_nodes(op="placeholder")
     nbytes = bytes_counter(inputs, shape_env)
     on_the_host = {node.name for gm in (pair.forward, pair.backward) for node in gm.graph.nodes if _is_host(node)}
     excluded = on_the_host | {node.name for node in inputs}
-    ahead = _live_bytes(pair.forward, excluded, only_realised, nbytes)
-    back = _live_bytes(pair.backward, excluded, only_realised, nbytes)
-    return sum(map(nbytes, inputs)) + max(*ahead, *back)
+    most = 0
+    for gm in (pair.forward, pair.backward):
+        alive = _live_bytes(gm, excluded, only_realised, nbytes)
+        most = max(most, *(held + scratch(node) for held, node in zip(alive, gm.graph.nodes, strict=True)))
+    return sum(map(nbytes, inputs)) + most
 
 
 def _is_host(node: fx.Node) -> bool:
@@ -84,19 +96,27 @@ def _live_bytes(
     # How many products and attentions lie in front of each place.
     barriers = [0, *accumulate(map(is_product, nodes))]
     excluded = set(excluded)
-    last_use: dict[fx.Node, int] = {}
-    for place, node in enumerate(nodes):
-        last_use.update(dict.fromkeys(map(storage_root, node.all_input_nodes), place))
+    last_use, inlined = _last_uses(nodes, realised if only_realised else None)
     changes = [0] * (len(nodes) + 1)
     for place, node in enumerate(nodes):
-        is_memory = storage_root(node) is node and node.name not in excluded
+        is_memory = storage_root(node) is node and node.name not in excluded and node not in inlined
         end = last_use.get(node, place)
         is_across = place + 1 < len(barriers) and barriers[end] > barriers[place + 1]
         if is_memory and (node.op == "placeholder" or node in realised or is_across or not only_realised):
             changes[place] += nbytes(node)
             changes[end + 1] -= nbytes(node)
-    alive, total = [], 0
-    for change in changes[:-1]:
-        total += change
-        alive.append(total)
-    return alive
+    return list(accumulate(changes))[:-1]
+
+
+def _last_uses(nodes: Sequence[fx.Node], realised: set[fx.Node] | None) -> tuple[dict[fx.Node, int], set[fx.Node]]:
+    """The place where each memory is read last, and the values that are in none. ``realised``: None, nothing fuses."""
+    computed = [place for place, node in enumerate(nodes) if storage_root(node) is node]
+
+    def operands(node: fx.Node) -> set[fx.Node]:
+        return set(map(storage_root, node.all_input_nodes))
+
+    def may_inline(node: fx.Node) -> bool:
+        return realised is not None and node not in realised and is_pointwise(node)
+
+    reads, inlined = fused_reads([nodes[place] for place in computed], operands, may_inline)
+    return {root: place for place, roots in zip(computed, reads, strict=True) for root in roots}, inlined

@@ -48,7 +48,7 @@ class PlanMemory(JointPass):
 
     name: ClassVar[str] = "plan_memory"
     numerics: ClassVar[Numerics] = Numerics.BITWISE
-    default: ClassVar[bool] = False
+    default: ClassVar[bool] = True
 
     def __init__(self, moves: bool = True) -> None:
         self.moves = moves
@@ -64,8 +64,17 @@ class PlanMemory(JointPass):
         """Bytes by which the predicted peak of a pair is above the budget."""
         budget = context.options.budget
         assert budget is not None
-        fuses = context.options.compiler == "inductor"
-        return max(0, peak_of(pair, context.shape_env, only_realised=fuses) - budget)
+        device = device_of(pair.forward.graph.find_nodes(op="placeholder"))
+        if device is None:
+            return 0
+        costs = Costs(rates_of(device), device)
+        peak = peak_of(
+            pair,
+            context.shape_env,
+            only_realised=context.options.compiler == "inductor",
+            scratch=lambda node: costs.of(node, context.shape_env).scratch,
+        )
+        return max(0, peak - budget)
 
     def wants_joint(self, graph: fx.GraphModule, options: GlueOptions) -> bool:
         return options.budget is not None

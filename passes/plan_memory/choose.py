@@ -19,6 +19,9 @@ ALWAYS = float("inf")
 SOURCE, SINK = "source", "sink"
 UNIT = 1e-15
 """Seconds: what is cut is counted in these."""
+INLINED = 0.1
+"""Of the time that writing it takes: to compute a pointwise value in the kernel that reads it. What it is computed from
+is read there anyway, and its reading is paid for where that is saved."""
 
 Edge = tuple[Any, Any, float]
 
@@ -123,7 +126,7 @@ class Chooser:
             edges += [(SOURCE, local[place], ALWAYS), (local[place], ~local[place], self._price(place, price) / share)]
         for place in members:
             value, index = self.step.values[place], local[place]
-            again = ALWAYS if not value.may_recompute or place in self._crossing else value.seconds
+            again = ALWAYS if not value.may_recompute or place in self._crossing else self._again(place)
             if value.is_symbol:
                 again = 0.0
             if again:
@@ -134,6 +137,11 @@ class Chooser:
             if place in self.step.needed:
                 edges.append((~index, SINK, ALWAYS))
         return edges
+
+    def _again(self, place: int) -> float:
+        value = self.step.values[place]
+        is_inlined = value.is_pointwise and place not in self.step.realised
+        return value.seconds * (INLINED if is_inlined else 1.0)
 
     def _price(self, place: int, price: float) -> float:
         value = self.step.values[place]

@@ -1,11 +1,11 @@
-"""How long operators take, from their sizes and from a device's rates."""
+"""What operators take, from their sizes and from a device's rates: time, and memory of their own."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -14,37 +14,44 @@ from torch.utils.flop_counter import flop_registry
 
 from glue_compiler import compat
 from glue_compiler.fx.values import Symbolic, expression, most_bytes, tensors_in, value_of
-from glue_compiler.ops.device_rates import Rates, Sized, measured_seconds
+from glue_compiler.ops.device_rates import Rates, Sized, measured_call
+
+
+class Cost(NamedTuple):
+    """``scratch``: bytes that an operator takes for itself while it runs, beside its results."""
+
+    seconds: float
+    scratch: int = 0
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of operators on a device."""
+    """What operators take on a device."""
 
     rates: Rates
     device: torch.device
 
-    def seconds(self, node: fx.Node, shape_env: object) -> float:
-        """A product or attention: measured where it can be run on its own, else by its formula. Others: the time to
-        read and write what they make, for what is fused reads about as much as it writes.
+    def of(self, node: fx.Node, shape_env: object) -> Cost:
+        """A product or attention: measured where it can be run on its own, else by its formula, without scratch.
+        Others: the time to read and write what they make, for what is fused reads about as much as it writes.
 
         An operator that no formula is known for counts as one that reads and writes all that it is given, twice.
         """
         made = sum(most_bytes(tensor, shape_env) or 0 for tensor in tensors_in(value_of(node)))
         if not is_kernel(node):
-            return 2 * made / self.rates.memory
+            return Cost(2 * made / self.rates.memory)
         shape = functools.partial(_shape, shape_env=shape_env)
         args, kwargs = tree_map(lambda a: value_of(a) if isinstance(a, fx.Node) else a, (node.args, node.kwargs))
         if self.device.type == "cuda" and isinstance(node.target, torch._ops.OpOverload):
             sized, named = tree_map(
                 lambda a: _sized(a, shape) if isinstance(a, torch.Tensor) else shape(a), (args, kwargs)
             )
-            if (measured := measured_seconds(node.target, sized, named, self.device)) is not None:
-                return measured
+            if (measured := measured_call(node.target, sized, named, self.device)) is not None:
+                return Cost(measured.seconds, max(0, measured.allocated - made))
         read = sum(most_bytes(tensor, shape_env) or 0 for tensor in tensors_in((args, kwargs)))
         passes = (made + read) / self.rates.memory
         flops = _flops(node.target, shape(args), shape(kwargs), shape(value_of(node)))
-        return 2 * passes if flops is None else max(passes, flops / self.rates.flops)
+        return Cost(2 * passes if flops is None else max(passes, flops / self.rates.flops))
 
 
 def _sized(tensor: torch.Tensor, shape: Callable[[Any], Any]) -> Sized:

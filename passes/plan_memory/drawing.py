@@ -26,20 +26,23 @@ def drawing_of(plan: Plan, step: Step, predictor: Predictor, budget: int) -> dic
         "budget": budget,
         "always": step.input_bytes,
         "kinds": list(KINDS),
-        "forward": _places(plan, ahead, before, is_backward=False),
-        "backward": _places(plan, back, behind, is_backward=True),
+        "forward": _places(plan, step, ahead, before, is_backward=False),
+        "backward": _places(plan, step, back, behind, is_backward=True),
         "segments": _segments(plan, step),
     }
 
 
-def _places(plan: Plan, lives: Lives, length: int, *, is_backward: bool) -> list[list[int]]:
-    changes = {kind: [0] * (length + 1) for kind in KINDS}
+def _places(plan: Plan, step: Step, lives: Lives, order: Sequence[int], *, is_backward: bool) -> list[list[int]]:
+    changes = {kind: [0] * (len(order) + 1) for kind in KINDS}
     for place, (at, over, nbytes) in lives.items():
         kind = "moved" if place in plan.moved else "kept" if place in plan.saved else "other"
         if is_backward and place in plan.recomputed and kind == "other":
             kind = "recomputed"
         changes[kind][at] += nbytes
         changes[kind][over + 1] -= nbytes
+    for at, place in enumerate(order):
+        changes["other"][at] += step.values[place].scratch
+        changes["other"][at + 1] -= step.values[place].scratch
     alive = zip(*(list(accumulate(changes[kind]))[:-1] for kind in KINDS), strict=True)
     return _fewer([list(one) for one in alive])
 

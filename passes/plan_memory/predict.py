@@ -2,8 +2,9 @@
 
 Counted is what the graph can see: inputs, which stay; saved values, and the gradients that backward gets, until their
 last use; those that it returns to the end; and what is alive at one place. Values that a compiler fuses count only
-where a kernel comes between them and their use. Not counted: optimiser states, gradients of earlier steps, other
-graphs, and what an operator takes for itself.
+where a kernel comes between them and their use; what is pointwise is computed in each of its readers, as Inductor does.
+What an operator takes for itself counts where it was measured. Not counted: optimiser states, gradients of earlier
+steps, and other graphs.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+from glue_compiler.fx.fused_reads import fused_reads
 from glue_compiler.ops.device_rates import Rates
 from glue_compiler.passes.plan_memory.choose import Choice
 from glue_compiler.passes.plan_memory.step import Step
@@ -64,7 +66,7 @@ class Predictor:
 
     def predict(self, choice: Choice, moves: bool) -> Prediction:
         """``moves``: may values wait on the host, as many as are copied while others compute?"""
-        order, first, last, again = self._order_of_backward(choice)
+        order, first, again = self._order_of_backward(choice)
         begins, duration = self._segments_in_backward(order, again)
         moved = self._moved(choice, duration, first) if moves else frozenset()
         extra = sum(self._cost(place) for place in again)
@@ -74,16 +76,25 @@ class Predictor:
         traffic = (written + read) / self.rates.memory
         seconds = self._base_seconds + extra + traffic + MOVING * 2 * copied / self.rates.link
         ahead = self._lives_in_forward(choice, moved)
-        back = self._lives_in_backward(choice, moved, order, first, last, begins)
-        most = max(*_total(ahead, len(self.step.forward)), *_total(back, len(order)), 0)
+        back = self._lives_in_backward(choice, moved, order, first, begins)
+        most = max(*self._total(ahead, self.step.forward), *self._total(back, order), 0)
         return Prediction(seconds, self.step.input_bytes + most, moved)
 
-    def lives(self, choice: Choice, moved: Collection[int]) -> tuple[Lives, Lives, int, int]:
-        """By value, from where to where it is on the device, in forward and in backward; and the length of both."""
-        order, first, last, again = self._order_of_backward(choice)
+    def lives(self, choice: Choice, moved: Collection[int]) -> tuple[Lives, Lives, Sequence[int], Sequence[int]]:
+        """By value, from where to where it is on the device, in forward and in backward; and the order of both."""
+        order, first, again = self._order_of_backward(choice)
         begins, _ = self._segments_in_backward(order, again)
-        back = self._lives_in_backward(choice, moved, order, first, last, begins)
-        return self._lives_in_forward(choice, moved), back, len(self.step.forward), len(order)
+        back = self._lives_in_backward(choice, moved, order, first, begins)
+        return self._lives_in_forward(choice, moved), back, self.step.forward, order
+
+    def _total(self, lives: Lives, order: Sequence[int]) -> list[int]:
+        """Bytes at each place of ``order``."""
+        changes = [0] * (len(order) + 1)
+        for at, over, nbytes in lives.values():
+            changes[at] += nbytes
+            changes[over + 1] -= nbytes
+        alive = list(accumulate(changes))[:-1]
+        return [held + self.step.values[place].scratch for held, place in zip(alive, order, strict=True)] or [0]
 
     def _cost(self, place: int) -> float:
         value = self.step.values[place]
@@ -100,9 +111,9 @@ class Predictor:
             ends[number] = max(ends.get(number, 0), ends.get(before, 0))
         return ends
 
-    def _order_of_backward(self, choice: Choice) -> tuple[list[int], dict[int, int], dict[int, int], list[int]]:
-        """Backward's order, with what is recomputed in front of its first reader; when each memory is first and last
-        read; and what is recomputed after all."""
+    def _order_of_backward(self, choice: Choice) -> tuple[list[int], dict[int, int], list[int]]:
+        """Backward's order, with what is recomputed in front of its first reader; when each memory is first read; and
+        what is recomputed after all."""
         values, order, done = self.step.values, [], set(choice.saved)
         again: list[int] = []
         for place in self._backward:
@@ -117,12 +128,26 @@ class Predictor:
             again += needed
             done |= needed
         first: dict[int, int] = {}
-        last: dict[int, int] = {}
         for index, place in enumerate(order):
             for root in {values[read].root for read in values[place].inputs}:
                 first.setdefault(root, index)
-                last[root] = index
-        return order, first, last, again
+        return order, first, again
+
+    def _last_reads(self, order: Sequence[int], choice: Choice) -> tuple[dict[int, int], set[int]]:
+        """When each memory is last read; and the values that are in no memory."""
+        values = self.step.values
+        computed = [index for index, place in enumerate(order) if values[place].root == place]
+
+        def operands(place: int) -> set[int]:
+            return {values[read].root for read in values[place].inputs}
+
+        def may_inline(place: int) -> bool:
+            stays = place in self.step.realised or place in choice.saved
+            return self._fuses and values[place].is_pointwise and not stays
+
+        reads, inlined = fused_reads([order[index] for index in computed], operands, may_inline)
+        last = {root: index for index, roots in zip(computed, reads, strict=True) for root in roots}
+        return last, inlined
 
     def _segments_in_backward(
         self, order: Sequence[int], again: Collection[int]
@@ -160,15 +185,12 @@ class Predictor:
 
     def _lives_in_forward(self, choice: Choice, moved: Collection[int]) -> Lives:
         values, index = self.step.values, self._forward_index
-        last: dict[int, int] = {}
-        for place, at in index.items():
-            for read in values[place].inputs:
-                last[values[read].root] = at
+        last, inlined = self._last_reads(self.step.forward, choice)
         end = len(index)
         kept = (choice.saved - set(moved)) | {values[place].root for place in self.step.outputs}
         lives = []
         for place, at in index.items():
-            if not values[place].nbytes:
+            if not values[place].nbytes or place in inlined:
                 continue
             over = last.get(place, at)
             counts = place in self.step.realised or place in choice.saved
@@ -185,10 +207,10 @@ class Predictor:
         moved: Collection[int],
         order: Sequence[int],
         first: Mapping[int, int],
-        last: Mapping[int, int],
         begins: Mapping[int, int],
     ) -> Lives:
         values = self.step.values
+        last, inlined = self._last_reads(order, choice)
         lives = []
         for place in choice.saved:
             if place in last and values[place].nbytes:
@@ -196,7 +218,7 @@ class Predictor:
                 lives.append((place, min(start, first[place]), last[place], True))
         kept = {values[place].root for place in self.step.gradients}
         for at, place in enumerate(order):
-            if values[place].nbytes and place not in choice.saved:
+            if values[place].nbytes and place not in choice.saved and place not in inlined:
                 over = len(order) - 1 if place in kept else last.get(place, at)
                 counts = values[place].is_input or place in self.step.realised or place in kept
                 lives.append((place, at, over, counts))
@@ -233,12 +255,3 @@ class Predictor:
                         found[other] = (ends[other][0], max(ends[other][0], at - 1))
                         break
         return found
-
-
-def _total(lives: Lives, length: int) -> list[int]:
-    """Bytes at each of so many places."""
-    changes = [0] * (length + 1)
-    for at, over, nbytes in lives.values():
-        changes[at] += nbytes
-        changes[over + 1] -= nbytes
-    return list(accumulate(changes))[:-1] or [0]

@@ -12,9 +12,10 @@ from torch import fx
 from glue_compiler.compat import checkpoint_tags, graph_inputs
 from glue_compiler.fx import joint_graphs
 from glue_compiler.fx.device_bytes import bytes_counter
+from glue_compiler.fx.fused_reads import is_pointwise
 from glue_compiler.fx.storage_roots import storage_root
 from glue_compiler.fx.values import Symbolic, tensors_in, value_of
-from glue_compiler.passes.plan_memory.costs import Costs, is_kernel
+from glue_compiler.passes.plan_memory.costs import Cost, Costs, is_kernel
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,9 @@ class Value:
         nbytes: of the memory that it makes; 0 for views, symbols, and what lies on another device. Of inputs, only the
             gradients that backward gets have some: they go with their last use.
         seconds: to compute it: of products and attention their time, of what a compiler fuses the time to write it.
+        scratch: bytes that its kernel takes for itself while it runs.
         is_kernel: a kernel of its own under any compiler, such as a product; others are fused.
+        is_pointwise: each element depends on one element of each operand alone.
         is_input: of the step; always there, whatever is planned.
         is_backward: depends on a gradient.
         is_symbol: a number; costs nothing.
@@ -39,7 +42,9 @@ class Value:
     root: int
     nbytes: int
     seconds: float
+    scratch: int = 0
     is_kernel: bool = False
+    is_pointwise: bool = False
     is_input: bool = False
     is_backward: bool = False
     is_symbol: bool = False
@@ -112,13 +117,16 @@ def read_step(joint: fx.GraphModule, num_outputs: int, costs: Costs, shape_env: 
         is_input = node.op in ("placeholder", "get_attr")
         own = nbytes(node) if root is node and (not is_input or node in backward) else 0
         policy = checkpoint_tags.explicit_policy(node)
+        cost = Cost(0.0) if is_input or root is not node else costs.of(node, shape_env)
         values.append(
             Value(
                 inputs=tuple(places[each] for each in node.all_input_nodes),
                 root=places[root],
                 nbytes=own,
-                seconds=0.0 if is_input or root is not node else costs.seconds(node, shape_env),
+                seconds=cost.seconds,
+                scratch=cost.scratch,
                 is_kernel=root is node and is_kernel(node),  # several views are none
+                is_pointwise=is_pointwise(node),
                 is_input=is_input,
                 is_backward=node in backward,
                 is_symbol=isinstance(value, Symbolic),

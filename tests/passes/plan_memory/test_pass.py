@@ -187,3 +187,13 @@ def test_sizes_that_the_data_decides_have_no_bound_or_a_small_one(chosen):
     assert all(0 < report.counts["peak"] < 2**24 for report in reports)
     unbounded = [any("known only when the graph runs" in skip.reason for skip in r.skips) for r in reports]
     assert unbounded == [chosen(1).dtype is not torch.bool, True]
+
+
+@pytest.mark.parametrize("passes", [{}, {"plan_memory": False}])
+@pytest.mark.parametrize("budget", [2**40, None])
+def test_a_budget_alone_asks_for_a_plan(budget, passes):
+    model, x = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 8)), torch.randn(4, 8)
+    run = compile_with_glue(model, memory_budget=budget, passes=passes)
+    run.call(x).sum().backward()
+    made = [report.name for report in run.report.passes if report.name == "plan_memory"]
+    assert bool(made) == (budget is not None and not passes)

@@ -7,10 +7,11 @@ import dataclasses
 import pytest
 
 from glue_compiler.passes.plan_memory import segments
-from glue_compiler.passes.plan_memory.choose import Chooser
+from glue_compiler.passes.plan_memory.choose import Choice, Chooser
 from glue_compiler.passes.plan_memory.plan import plan_memory
 from glue_compiler.passes.plan_memory.predict import Predictor
 from glue_compiler.passes.plan_memory.segments import segmentations
+from glue_compiler.passes.plan_memory.step import Step, Value
 from tests.passes.plan_memory.steps import MIB, RATES, chain
 
 
@@ -126,11 +127,11 @@ def test_a_gradient_that_backward_gets_is_there_until_it_is_read(fuses):
     choice = one.choose({}, 0.0)
     light = Predictor(step, one.home, RATES, (), fuses=fuses)
     loaded = Predictor(dataclasses.replace(step, values=tuple(heavy)), one.home, RATES, (), fuses=fuses)
-    ahead, back, _, length = loaded.lives(choice, ())
+    ahead, back, _, order = loaded.lives(choice, ())
     assert ahead == light.lives(choice, ())[0]
     at, over, nbytes = back[tangent]
     assert (at, nbytes) == (0, 64 * MIB)
-    assert over < length - 1
+    assert over < len(order) - 1
     assert loaded.predict(choice, moves=False).peak == light.predict(choice, moves=False).peak + 64 * MIB
 
 
@@ -175,3 +176,58 @@ def test_a_view_in_another_segment_is_made_again_from_its_memory():
         reads = {read for place in choice.recomputed for read in changed.values[place].inputs}
         there = choice.saved | choice.recomputed
         assert all(read in there or changed.values[read].is_input for read in reads)
+
+
+@pytest.mark.parametrize("is_pointwise", [False, True])
+def test_a_pointwise_value_is_not_kept_beside_what_it_is_computed_from(is_pointwise):
+    step = chain(6)
+    reader = {place: value for place, value in enumerate(step.values) if value.is_backward and value.is_kernel}
+    values = list(step.values)
+    bent = [place for place, value in enumerate(values) if value.nbytes == 4 * MIB and not value.is_kernel]
+    for place in bent:
+        values[place] = dataclasses.replace(values[place], is_pointwise=is_pointwise, seconds=0.1)
+        values[place + 1] = dataclasses.replace(values[place + 1], is_kernel=False)
+    for place in reader:  # what is fused reads them
+        values[place] = dataclasses.replace(values[place], is_kernel=False)
+    fused = dataclasses.replace(step, values=tuple(values))
+    assert not set(bent) & fused.realised
+    one = chooser(fused)
+    kept = one.choose({}, 2e-2 / (4 * MIB)).saved & set(bent)
+    assert (not kept) == is_pointwise
+
+
+@pytest.mark.parametrize("is_pointwise", [False, True])
+def test_a_value_that_is_inlined_takes_no_memory(is_pointwise):
+    # wide = product(x); bent = f(wide); two products read what is made of bent, one behind the other
+    values = (
+        Value((), 0, 0, 0.0, is_input=True),
+        Value((0,), 1, 4 * MIB, 1.0, is_kernel=True),
+        Value((1,), 2, 8 * MIB, 1.0, is_pointwise=is_pointwise),
+        Value((2,), 3, MIB, 1.0),
+        Value((3,), 4, MIB, 1.0, is_kernel=True),
+        Value((2, 4), 5, MIB, 1.0),
+        Value((5,), 6, MIB, 1.0, is_kernel=True),
+        Value((), 7, 0, 0.0, is_input=True, is_backward=True),
+        Value((6, 7), 8, 0, 0.0, is_backward=True),
+    )
+    step = Step(values, tuple(range(7)), (6,), (8,), 0, {})
+    home, choice = dict.fromkeys(range(1, 7), 0), Choice(frozenset({6}), frozenset())
+    lives = Predictor(step, home, RATES, ()).lives(choice, ())[0]
+    assert (2 in lives) != is_pointwise
+    # What it is computed from stays for as long as it is read.
+    assert lives[1][1] == (5 if is_pointwise else 2)
+    assert 2 in Predictor(step, home, RATES, (), fuses=False).lives(choice, ())[0]
+
+
+def test_what_a_kernel_takes_for_itself_counts_while_it_runs():
+    step = chain(4)
+    values = list(step.values)
+    last = max(place for place, value in enumerate(values) if value.is_kernel and value.is_backward)
+    values[last] = dataclasses.replace(values[last], scratch=2**30)
+    heavy = dataclasses.replace(step, values=tuple(values))
+    one = chooser(step)
+    choice = one.choose({}, 0.0)
+    light = Predictor(step, one.home, RATES, ()).predict(choice, moves=False)
+    found = Predictor(heavy, one.home, RATES, ()).predict(choice, moves=False)
+    assert 2**30 < found.peak < light.peak + 2**30
+    assert found.seconds == light.seconds

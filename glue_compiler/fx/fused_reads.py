@@ -1,0 +1,42 @@
+"""What is read from memory where a compiler fuses, and computes a cheap value again in each kernel that reads it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import fx
+
+MOST_READS = 4
+"""A value of several readers that is computed from more tensors is written to memory, as Inductor's
+``realize_reads_threshold`` has it."""
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+def is_pointwise(node: fx.Node) -> bool:
+    """Does each element depend on one element of each operand alone?"""
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
+
+
+def fused_reads(
+    order: Sequence[Key], operands: Callable[[Key], Collection[Key]], may_inline: Callable[[Key], bool]
+) -> tuple[list[frozenset[Key]], set[Key]]:
+    """For each of ``order``, the memories that it is computed from; and the values that are in no memory.
+
+    Args:
+        order: what is computed, operands first. Views are none of it.
+        operands: the memories that a value is computed from, as the graph says it.
+        may_inline: is a value pointwise, and needed by nothing but what a compiler fuses it with?
+    """
+    readers = Counter(read for key in order for read in operands(key))
+    found: list[frozenset[Key]] = []
+    computed_from: dict[Key, frozenset[Key]] = {}
+    for key in order:
+        reads = frozenset(source for read in operands(key) for source in computed_from.get(read, (read,)))
+        found.append(reads)
+        if may_inline(key) and (readers[key] <= 1 or len(reads) <= MOST_READS):
+            computed_from[key] = reads
+    return found, set(computed_from)

@@ -1,0 +1,58 @@
+"""What is computed again where it is read, and what is read from memory for it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import fx
+
+from glue_compiler.fx.fused_reads import MOST_READS, fused_reads, is_pointwise
+
+aten = torch.ops.aten
+
+
+def reads(operands, inlines):
+    """``operands``: by name, in order."""
+    found, inlined = fused_reads(list(operands), operands.__getitem__, inlines.__contains__)
+    return dict(zip(operands, found, strict=True)), inlined
+
+
+def test_a_value_that_is_inlined_leaves_its_sources_to_its_readers():
+    found, inlined = reads({"bent": ["wide"], "one": ["bent"], "other": ["bent", "x"]}, {"bent"})
+    assert inlined == {"bent"}
+    assert found == {"bent": {"wide"}, "one": {"wide"}, "other": {"wide", "x"}}
+
+
+def test_sources_reach_through_several_values():
+    found, inlined = reads({"a": ["x"], "b": ["a", "y"], "product": ["b"]}, {"a", "b"})
+    assert inlined == {"a", "b"}
+    assert found["product"] == {"x", "y"}
+
+
+def test_what_is_in_memory_is_read_there():
+    found, inlined = reads({"bent": ["wide"], "product": ["bent"]}, set())
+    assert not inlined
+    assert found["product"] == {"bent"}
+
+
+@pytest.mark.parametrize(("more", "is_written"), [(0, False), (1, True)])
+def test_what_is_computed_from_many_tensors_is_written_for_several_readers(more, is_written):
+    sources = [f"x{number}" for number in range(MOST_READS + more)]
+    found, inlined = reads({"sum": sources, "one": ["sum"], "other": ["sum"]}, {"sum"})
+    assert ("sum" not in inlined) == is_written
+    assert found["other"] == ({"sum"} if is_written else set(sources))
+
+
+def test_with_one_reader_it_is_not_written():
+    sources = [f"x{number}" for number in range(MOST_READS + 1)]
+    assert reads({"sum": sources, "one": ["sum"]}, {"sum"})[1] == {"sum"}
+
+
+def test_pointwise_are_operators_of_single_elements():
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    assert is_pointwise(graph.call_function(aten.tanh.default, (x,)))
+    assert is_pointwise(graph.call_function(torch.ops.prims.convert_element_type.default, (x, torch.float32)))
+    assert not is_pointwise(graph.call_function(aten.sum.default, (x,)))
+    assert not is_pointwise(graph.call_function(aten.mm.default, (x, x)))
+    assert not is_pointwise(x)
