@@ -38,10 +38,12 @@ class _Writer:
             pieces = {operand: self._split(operand, sizes) for operand in region.sliced}
             made: dict[fx.Node, list[fx.Node]] = {node: [] for node in region.results}
             before: list[fx.Node] = []
+            first: dict[fx.Node, fx.Node] = {}
             for number, size in enumerate(sizes):
                 copies = {operand: self._in_turn(operand, each[number], before) for operand, each in pieces.items()}
                 for node in region.nodes:
-                    copies[node] = self._copy(node, copies, size)
+                    copies[node] = self._copy(node, copies, size, first.get(node) if size == sizes[0] else None)
+                first = first or copies
                 for node in region.results:
                     made[node].append(copies[node])
                     self._add_up(node, made[node])
@@ -60,12 +62,17 @@ class _Writer:
 
     def _call(self, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """A call with the marks of ``like``."""
-        node = self.graph.call_function(target, args, kwargs)
-        node.meta = {name: value for name, value in like.meta.items() if name != "eager_input_vals"}
+        node = self._unknown(like, target, args, kwargs)
         args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
         mode = compat.fake_mode_of([value_of(like)])
         with compat.speculation(mode, getattr(mode, "shape_env", None)):
             node.meta["val"] = target(*args, **kwargs)
+        return node
+
+    def _unknown(self, like: fx.Node, target: Any, args: Any, kwargs: Any) -> fx.Node:
+        """The same, without a value yet."""
+        node = self.graph.call_function(target, args, kwargs)
+        node.meta = {name: value for name, value in like.meta.items() if name not in ("eager_input_vals", "val")}
         return node
 
     def _sizes(self) -> list[Any]:
@@ -120,13 +127,18 @@ class _Writer:
         like = next(node for node in self.region.nodes if operand in self.region.steps[node].sliced)
         return self._call(like, torch.ops.glue.in_turn.default, piece, before) if before else piece
 
-    def _copy(self, node: fx.Node, copies: dict[fx.Node, fx.Node], size: Any) -> fx.Node:
+    def _copy(self, node: fx.Node, copies: dict[fx.Node, fx.Node], size: Any, same: fx.Node | None) -> fx.Node:
+        """``same``: the copy for a tile of the same size. With sizes that vary, to work its value out takes long."""
         sliced = self.region.steps[node].sliced
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: copies[each] if each in sliced else each)
         if node.target in SIZED:
             leading = leading_dims(node, self.region.rows)
             args = (args[0], [*[1] * (leading - 1), size, *value_of(node).shape[leading:]], *args[2:])
-        return self._call(node, node.target, *args, **kwargs)
+        if same is None:
+            return self._call(node, node.target, *args, **kwargs)
+        copy = self._unknown(node, node.target, args, kwargs)
+        copy.meta["val"] = value_of(same)
+        return copy
 
     def _add_up(self, node: fx.Node, made: list[fx.Node]) -> None:
         if self.region.results[node] is Rows.SUMMED and len(made) == 2:

@@ -11,7 +11,7 @@ from glue_compiler.errors import GlueWarning
 from glue_compiler.fx.storage_roots import storage_root
 from glue_compiler.passes import overlap_offload
 from glue_compiler.passes.overlap_offload.copies import find_round_trips, save_sources
-from glue_compiler.passes.overlap_offload.memory import predict_memory
+from glue_compiler.passes.overlap_offload.memory import peak_of, predict_memory
 from glue_compiler.passes.overlap_offload.plan import plan_offload, worst_peak
 from glue_compiler.passes.overlap_offload.saved_tensors import find_saved_tensors
 from glue_compiler.passes.overlap_offload.simulator import Region
@@ -94,6 +94,25 @@ def test_a_step_is_counted_by_hand():
     assert predict_memory(pair, [], None, only_realised=False) == ([], inputs + 4 * FLOATS)
     # The sine and the cosine stay inside of a kernel; at the second product: a, the operand, the result.
     assert predict_memory(pair, [], None, only_realised=True) == ([], inputs + 3 * FLOATS)
+
+
+def test_a_pointwise_value_that_is_read_behind_a_kernel_too_is_in_no_memory():
+    def ahead(x, w):
+        a = torch.mm(x, w)
+        wide = torch.maximum(a[None], w[:2, :1, None])  # twice as large
+        b = torch.mm(wide[0].sin(), w)
+        return wide[1] * b, to(x, "cpu")
+
+    pair = pair_of(ahead, lambda x, tangent: (tangent * to(x, "cuda"),))
+    inputs = FLOATS + 8 * 8 * 4
+    # One by one, at the second product: wide, the operand, the result.
+    assert peak_of(pair, None, only_realised=False) == inputs + 4 * FLOATS
+    # At the second product: a, of which wide is made where it is read, the operand, the result.
+    assert peak_of(pair, None, only_realised=True) == inputs + 3 * FLOATS
+    # What a kernel takes for itself comes on top, while it runs.
+    own = {torch.ops.aten.mm.default: 7}
+    found = peak_of(pair, None, only_realised=True, scratch=lambda node: own.get(node.target, 0))
+    assert found == inputs + 3 * FLOATS + 7
 
 
 def test_host_tensors_do_not_count():
