@@ -99,9 +99,9 @@ def test_a_step_is_counted_by_hand():
 def test_a_pointwise_value_that_is_read_behind_a_kernel_too_is_in_no_memory():
     def ahead(x, w):
         a = torch.mm(x, w)
-        wide = torch.maximum(a[None], w[:2, :1, None])  # twice as large
-        b = torch.mm(wide[0].sin(), w)
-        return wide[1] * b, to(x, "cpu")
+        wide = torch.maximum(a.unsqueeze(0), w.narrow(0, 0, 2).narrow(1, 0, 1).unsqueeze(-1))  # twice as large
+        b = torch.mm(wide.select(0, 0).sin(), w)
+        return wide.select(0, 1) * b, to(x, "cpu")
 
     pair = pair_of(ahead, lambda x, tangent: (tangent * to(x, "cuda"),))
     inputs = FLOATS + 8 * 8 * 4
