@@ -14,7 +14,6 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from torch import fx
@@ -45,7 +44,7 @@ from glue_compiler.graph_pass import (
 from glue_compiler.marked_partition import partition_marked
 from glue_compiler.observer import Observer
 from glue_compiler.options import GlueOptions
-from glue_compiler.sources import sources_of
+from glue_compiler.sources import sources_of, sources_of_glue
 
 log = logging.getLogger(__name__)
 
@@ -282,20 +281,13 @@ def pass_uuid(graph_pass: GraphPass) -> bytes:
     Raises:
         OSError: if they cannot be found.
     """
-    return _toolkit_hash() + compat.hash_of_files(sources_of(type(graph_pass)))
+    return _hash_of_glue() + compat.hash_of_files(sources_of(type(graph_pass)))
 
 
 @functools.cache
-def _toolkit_sources() -> tuple[Path, ...]:
-    folder = Path(__file__).parent
-    # Composite operators are traced through after the key was made, so their sources belong to it too.
-    parts = [folder, folder / "capture", folder / "fx", folder / "compat", folder / "ops"]
-    return tuple(sorted(path for part in parts for path in part.glob("*.py")))
-
-
-@functools.cache
-def _toolkit_hash() -> bytes:
-    return compat.hash_of_files(_toolkit_sources())
+def _hash_of_glue() -> bytes:
+    # Operators among them: composite ones are traced through after the key was made.
+    return compat.hash_of_files(sources_of_glue())
 
 
 def _described(graph_pass: GraphPass, options: GlueOptions) -> tuple[str, bytes, bytes] | None:

@@ -1,4 +1,4 @@
-"""The source files that decide what a class does: its module, and what that imports."""
+"""The source files that decide what a pass does: all of glue's, a user's module, and what that imports."""
 
 from __future__ import annotations
 
@@ -11,15 +11,29 @@ from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
+_GLUE = "glue_compiler"
+_PASSES = f"{_GLUE}.passes"
+"""Which lies elsewhere in a checkout."""
+
+
+@functools.cache
+def sources_of_glue() -> tuple[Path, ...]:
+    """Every module of glue's. Which of them a pass uses is not asked: reading imports takes longer than hashing all."""
+    spec = importlib.util.find_spec(_PASSES)
+    folders = [Path(__file__).parent, *map(Path, (spec and spec.submodule_search_locations) or ())]
+    return tuple(sorted({path for folder in folders for path in folder.rglob("*.py")}))
+
 
 def sources_of(kind: type) -> tuple[Path, ...]:
     """The file that defines ``kind`` and those that it imports, and so on: of its own package, and of the user's other
-    code. Not Python's own, nor other installed packages, nor glue's but for its passes.
+    code. Not Python's own, nor other installed packages, nor glue's.
 
     Raises:
         OSError: for a class without a file, or a module that imports others by names that are computed.
     """
     own = Path(inspect.getfile(kind))
+    if _is_of_glue(kind.__module__):
+        return ()
     module = sys.modules.get(kind.__module__)
     if module is None or getattr(module, "__file__", None) is None:
         return (own,)
@@ -28,7 +42,7 @@ def sources_of(kind: type) -> tuple[Path, ...]:
     top = module.__name__.partition(".")[0]
     while waiting:
         name = waiting.pop()
-        if name in found or _is_the_toolkit(name) or not (name.partition(".")[0] == top or _is_the_users(name)):
+        if name in found or _is_of_glue(name) or not (name.partition(".")[0] == top or _is_the_users(name)):
             continue
         file = own if name == module.__name__ else _file_of(name)
         if file is None:
@@ -41,8 +55,8 @@ def sources_of(kind: type) -> tuple[Path, ...]:
     return tuple(sorted(set(found.values())))
 
 
-def _is_the_toolkit(name: str) -> bool:
-    return name.partition(".")[0] == "glue_compiler" and not name.startswith("glue_compiler.passes.")
+def _is_of_glue(name: str) -> bool:
+    return name.partition(".")[0] == _GLUE
 
 
 def _file_of(name: str) -> Path | None:

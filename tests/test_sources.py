@@ -2,10 +2,11 @@
 
 import importlib
 import sys
+from pathlib import Path
 
 import pytest
 
-from glue_compiler import registry, sources
+from glue_compiler import pipeline, registry, sources
 from glue_compiler.errors import GlueWarning
 from glue_compiler.graph_pass import PairPass
 from glue_compiler.options import GlueOptions
@@ -105,3 +106,24 @@ def test_a_dump_shows_passes_over_pairs_so_their_graphs_come_from_no_cache():
     assert pair_passes
     assert Pipeline(passes, GlueOptions(dump="folder")).uuid(pair_passes) is None
     assert Pipeline(passes, GlueOptions()).uuid(pair_passes) is not None
+
+
+def test_all_of_glue_is_in_the_uuid_of_each_pass(tmp_path, monkeypatch):
+    (graph_pass, *_) = registry.all_passes()
+    loaded = {Path(m.__file__) for name, m in sys.modules.items() if name.partition(".")[0] == "glue_compiler"}
+    assert {path.stem for path in loaded} > {"analysis", "document_blocks", "outputs", "effects", "inductor"}
+    assert loaded <= set(sources.sources_of_glue())
+    assert not sources.sources_of(type(graph_pass))  # they are not read again
+
+    source = tmp_path / "some_module.py"
+    monkeypatch.setattr(pipeline, "sources_of_glue", lambda: [source])
+
+    def uuid(text):
+        source.write_text(text)
+        pipeline._hash_of_glue.cache_clear()
+        return pass_uuid(graph_pass)
+
+    try:
+        assert uuid("a = 1") == uuid("a = 1") != uuid("a = 2")
+    finally:
+        pipeline._hash_of_glue.cache_clear()
