@@ -13,6 +13,7 @@ import enum
 import logging
 import math
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,7 @@ from glue_compiler.compat.operator_calls import call_of, computes_only, is_highe
 from glue_compiler.compat.switches import AUTOCAST_SWITCHES, GRAD_SWITCHES, WITHOUT_EFFECT
 from glue_compiler.fx import bodies
 from glue_compiler.fx.call_keys import call_key, own_names
+from glue_compiler.fx.known_calls import KnownCall
 from glue_compiler.fx.modes import Mode, modes_of
 from glue_compiler.fx.records import CallRecord, Recorder
 from glue_compiler.fx.snapshots import Snapshot
@@ -109,25 +111,15 @@ class _Outcome:
     changes_views: bool = False
 
 
-_NONE = object()
-"""In place of a value that is not on record."""
-
-
 @dataclass
-class _Known:
-    """What was found out of a node. It holds for as long as the node is the same call, of the same values."""
+class _Found:
+    """What was found out of a call."""
 
-    call: tuple[Any, ...]
-    mode: Mode
-    symbols: Any
+    call: KnownCall
     effects: Effects | None = None
     is_opaque: bool | None = None
     pure: tuple[_Outcome, dict[Any, Any]] | None = None
     exact: _Outcome | None = None
-
-    def is_of(self, call: tuple[Any, ...], mode: Mode, symbols: Any) -> bool:
-        same = len(call) == len(self.call) and all(map(operator.is_, call, self.call))
-        return same and mode == self.mode and symbols == self.symbols
 
 
 @dataclass
@@ -141,7 +133,7 @@ class EffectAnalysis:
     fake_mode: Any | None
     numberings: dict[fx.GraphModule, tuple[Snapshot, Any, Any]] = field(default_factory=dict)
     """Of graphs as they were: what :func:`number_values` found, and the version of the symbols at that time."""
-    _known: dict[fx.Node, _Known] = field(default_factory=dict)
+    _calls: dict[fx.Node, _Found] = field(default_factory=dict)
     _seen: dict[Any, _Outcome] = field(default_factory=dict)
     _pure: dict[Any, tuple[_Outcome, dict[Any, Any]]] = field(default_factory=dict)
     _modes: dict[fx.Node, Mode] = field(default_factory=dict)
@@ -191,45 +183,45 @@ class EffectAnalysis:
                 return Effects(Kind.MODE)
             if wraps_shard(node.target):
                 return Effects(Kind.OPAQUE)
-        known = self._known_of(node, self.mode_of(gm, node))
-        if known.effects is None:
-            known.effects = self._of_call(node, known)
-        return known.effects
+        found = self._found_of(gm, node)
+        if found.effects is None:
+            found.effects = self._of_call(node, found)
+        return found.effects
 
-    def _of_call(self, node: fx.Node, known: _Known) -> Effects:
-        operands = [value_of(arg) for arg in node.all_input_nodes]
+    def _of_call(self, node: fx.Node, found: _Found) -> Effects:
+        operands = found.call.operands
         if self._is_scalar_function(node, operands):
             return Effects(Kind.PURE)
         if not self._may_run(node):
             return Effects(Kind.BARRIER)
-        if not known.mode.is_known:
+        if not found.call.mode.is_known:
             return Effects(Kind.BARRIER)
         tensors = tensors_in(operands)
-        outcome, _ = self._effects(node, known)
+        outcome, _ = self._effects(node, found)
         kind, written = outcome.kind, outcome.written
         writes = frozenset(storage_of(tensors[i]) for i in written if is_plain(tensors[i]))
         if outcome.changes_views:
             return Effects(Kind.BARRIER, changes_views=True)
         if written and not all(is_plain(tensors[i]) for i in written):
             return Effects(Kind.BARRIER)
-        if kind is Kind.PURE and not all(is_plain(t) for t in (*tensors, *tensors_in(value_of(node)))):
+        if kind is Kind.PURE and not found.call.is_plain:
             kind = Kind.OPAQUE
         return Effects(Kind.OPAQUE if writes else kind, writes, outcome.syncs, outcome.random)
 
     def record_of(self, gm: fx.GraphModule | None, node: fx.Node) -> CallRecord | None:
         """The operators that the node dispatches; None for what is no call of torch's, or cannot be run to see."""
-        known = self._runnable(gm, node)
-        if known is None:
+        found = self._runnable(gm, node)
+        if found is None:
             return None
-        outcome, names = self._effects(node, known)
+        outcome, names = self._effects(node, found)
         return outcome.record.renamed(names) if outcome.record is not None else None
 
     def parts_of(self, gm: fx.GraphModule, node: fx.Node) -> CallRecord | None:
         """As :meth:`record_of`, below autograd and autocast: the operators that those of the node are made of."""
-        known = self._runnable(gm, node)
-        if known is None:
+        found = self._runnable(gm, node)
+        if found is None:
             return None
-        outcome, names = self._effects(node, known)
+        outcome, names = self._effects(node, found)
         return outcome.parts.renamed(names) if outcome.parts is not None else None
 
     def result_of(self, gm: fx.GraphModule | None, node: fx.Node) -> Any | None:
@@ -237,30 +229,30 @@ class EffectAnalysis:
 
         Without ``gm`` in the mode in which the graph is called.
         """
-        known = self._runnable(gm, node)
-        return self._outcome(node, known).result if known is not None else None
+        found = self._runnable(gm, node)
+        return self._outcome(node, found).result if found is not None else None
 
-    def _runnable(self, gm: fx.GraphModule | None, node: fx.Node) -> _Known | None:
+    def _runnable(self, gm: fx.GraphModule | None, node: fx.Node) -> _Found | None:
         """What is known of the node; None if it is not safe to run its call."""
         if not node.op.startswith("call_") or bodies.is_higher_order(node):
             return None
-        known = self._known_of(node, self.mode_of(gm, node))
-        if known.is_opaque is None:
-            known.is_opaque = not self._may_run(node) or self._is_scalar_function(
-                node, [value_of(arg) for arg in node.all_input_nodes]
-            )
-        return known if known.mode.is_known and not known.is_opaque else None
+        found = self._found_of(gm, node)
+        if found.is_opaque is None:
+            found.is_opaque = not self._may_run(node) or self._is_scalar_function(node, found.call.operands)
+        return found if found.call.mode.is_known and not found.is_opaque else None
 
-    def _known_of(self, node: fx.Node, mode: Mode) -> _Known:
-        """fx replaces arguments when they change, and passes replace values on record: neither is edited."""
-        values = [item.meta.get("example_value", item.meta.get("val", _NONE)) for item in (node, *node.all_input_nodes)]
-        call = (node.target, node.args, node.kwargs, *values)
-        known = self._known.get(node)
-        if known is None or not known.is_of(call, mode, self.symbols):
-            known = self._known[node] = _Known(call, mode, self.symbols)
-        return known
+    def known(self, gm: fx.GraphModule | None, node: fx.Node) -> KnownCall:
+        """The call of ``node`` of ``gm``, with what follows of it alone."""
+        return self._found_of(gm, node).call
 
-    def _effects(self, node: fx.Node, known: _Known) -> tuple[_Outcome, dict[Any, Any]]:
+    def _found_of(self, gm: fx.GraphModule | None, node: fx.Node) -> _Found:
+        mode, symbols = self.mode_of(gm, node), self.symbols
+        found = self._calls.get(node)
+        if found is None or not found.call.is_current(mode, symbols):
+            found = self._calls[node] = _Found(KnownCall(node, mode, symbols))
+        return found
+
+    def _effects(self, node: fx.Node, found: _Found) -> tuple[_Outcome, dict[Any, Any]]:
         """What the node does, its result aside; and what the symbols of the record are called here.
 
         A pure call is as pure for operands that differ in the names of unbacked symbols or in where in their storage
@@ -268,15 +260,15 @@ class EffectAnalysis:
         the same symbols equal and of the same ranges. No operator decides by a storage offset, but to raise, and a
         captured call does not raise. A loop over experts has the same calls for each.
         """
-        if known.pure is None:
-            known.pure = self._up_to_names(node, known)
-        return known.pure
+        if found.pure is None:
+            found.pure = self._up_to_names(node, found)
+        return found.pure
 
-    def _up_to_names(self, node: fx.Node, known: _Known) -> tuple[_Outcome, dict[Any, Any]]:
+    def _up_to_names(self, node: fx.Node, found: _Found) -> tuple[_Outcome, dict[Any, Any]]:
         shape_env = self.fake_mode.shape_env if self.fake_mode is not None else None
-        key, names = call_key(node, known.mode, shape_env, up_to_names=True)
+        key, names = call_key(node, found.call.mode, shape_env, up_to_names=True)
         if key not in self._pure:
-            outcome = self._outcome(node, known)
+            outcome = self._outcome(node, found)
             if outcome.kind is not Kind.PURE or outcome.written:
                 return outcome, own_names(outcome.record, node)
             self._pure[key] = outcome, names
@@ -285,16 +277,15 @@ class EffectAnalysis:
         renamed = {old: here[new] for old, new in known_names.items() if here[new] != old}
         return outcome, {**own_names(outcome.record, node), **renamed}
 
-    def _outcome(self, node: fx.Node, known: _Known) -> _Outcome:
-        if known.exact is None:
-            key, _ = call_key(node, known.mode)
+    def _outcome(self, node: fx.Node, found: _Found) -> _Outcome:
+        if found.exact is None:
+            key, _ = call_key(node, found.call.mode)
             if key not in self._seen:
-                tensors = tensors_in([value_of(arg) for arg in node.all_input_nodes])
-                self._seen[key] = self._run(node, known.mode, tensors)
-            known.exact = self._seen[key]
-        return known.exact
+                self._seen[key] = self._run(node, found.call.mode, tensors_in(found.call.operands))
+            found.exact = self._seen[key]
+        return found.exact
 
-    def _is_scalar_function(self, node: fx.Node, operands: list[Any]) -> bool:
+    def _is_scalar_function(self, node: fx.Node, operands: Sequence[Any]) -> bool:
         if node.op != "call_function":
             return False
         if node.target is operator.getitem and isinstance(operands[0], tuple | list):

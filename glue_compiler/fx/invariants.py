@@ -75,7 +75,7 @@ def _unbound_symbols(gm: fx.GraphModule, effects: EffectAnalysis) -> Iterator[Fa
     for node in gm.graph.nodes:
         used = {symbol for arg in node.all_input_nodes for symbol in unbacked_in(value_of(arg))}
         made = set(unbacked_in(value_of(node)))
-        if not _may_bind(gm, node, effects):
+        if made and not _may_bind(gm, node, effects):
             used |= made
         if missing := used - bound:
             what = f"uses the unbacked symbol {next(iter(missing))}, which nothing before it binds"

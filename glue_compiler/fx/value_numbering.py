@@ -23,6 +23,7 @@ from torch import fx
 from glue_compiler.fx import bodies
 from glue_compiler.fx.bodies import BodyCall
 from glue_compiler.fx.effects import EffectAnalysis, Effects, Kind
+from glue_compiler.fx.known_calls import Arguments, KnownCall
 from glue_compiler.fx.snapshots import Snapshot
 from glue_compiler.fx.values import (
     StorageKey,
@@ -213,7 +214,7 @@ class _Numberer:
         self.by_key: dict[Any, Number] = {}
         self.results: dict[Number, fx.Node] = {}
         self.by_call: dict[Any, fx.Node] = {}
-        self.last_write: dict[StorageKey, int] = defaultdict(int)
+        self.last_write: dict[StorageKey, int] = {}
         self.last_barrier = 0
         self.mode: Autocast = ()
         self.escaped: set[StorageKey] = set()
@@ -271,20 +272,20 @@ class _Numberer:
         if len(self.out.written) > written_before and inside != outside:
             self._barrier(node)  # the body wrote to memory whose name outside is not known
         self.out.effects[node] = Effects(Kind.OPAQUE)
-        self._set(node, scope, next(self.fresh))
+        self._set(node, scope, next(self.fresh), self.analysis.known(scope.module, node).read)
 
     def _operator(self, scope: Scope, node: fx.Node) -> None:
         effects = self.out.effects[node] = self.analysis.of(scope.module, node)
+        known = self.analysis.known(scope.module, node)
         if effects.kind in (Kind.PURE, Kind.ASSERT):
-            number = self._pure(node, effects)
+            number = self._pure(known, effects)
         else:
             number = next(self.fresh)
-            self._note_separated(node, effects)
-        self._set(node, scope, number)
-        around = tensors_in([value_of(each) for each in (node, *node.all_input_nodes)])
-        if not all(map(is_plain, around)):
+            self._note_separated(known, effects)
+        self._set(node, scope, number, known.read)
+        if not known.is_plain:
             # A subclass, such as DTensor, may lie in this memory: who writes to that one writes here.
-            self.escaped |= storages_of(around)
+            self.escaped |= storages_of(known.values)
         if effects.kind is Kind.BARRIER:
             self._barrier(node)
         if effects.changes_views:
@@ -305,23 +306,37 @@ class _Numberer:
         self.out.writes.append(Write(self.last_barrier, frozenset(self.escaped), None))
         self.out.ends[node] = next(self.clock)
 
-    def _pure(self, node: fx.Node, effects: Effects) -> Number:
+    def _pure(self, known: KnownCall, effects: Effects) -> Number:
+        node = known.node
         call = (effects.kind, node.op, node.target if effects.kind is Kind.PURE else "assert")
         # What an assertion says when it fails is no part of what it checks.
-        arguments = (node.args, node.kwargs) if effects.kind is Kind.PURE else (node.args[:1], {})
-        described = self._describe(arguments, with_memory=True)
-        value = value_of(node)
-        own = self._own_symbols(node)
-        key = (call, described, self.mode, self.last_barrier, self._metadata(value, own))
+        given = known.arguments if effects.kind is Kind.PURE else Arguments.of((node.args[:1], {}))
+        own = self._own_symbols(node) if known.unbacked else []
+        described = (given.form, self._operands(given), self._versions(given))
+        key = (call, described, self.mode, self.last_barrier, known.static or self._metadata(known.value, own))
         number = self.by_key.get(key)
         if number is None:
-            self._note_separated(node, effects)
+            self._note_separated(known, effects)
             number = self._number_of_key(key, node)
         else:
-            for symbol, earlier in zip(own, self._own_symbols(self.results[number]), strict=True):
+            for symbol, earlier in zip(own, self._own_symbols(self.results[number]) if own else (), strict=True):
                 if symbol != earlier:
                     self.out.equal_symbols[symbol] = self._canonical(earlier)
         return number
+
+    def _operands(self, given: Arguments) -> tuple[Any, ...]:
+        return tuple([self.out.numbers.get(operand, operand) for operand in given.operands])
+
+    def _versions(self, given: Arguments) -> tuple[tuple[int, int, int], ...]:
+        """Of the memory that operands lie in, as far as it has been written."""
+        if not self.last_write:
+            return ()
+        return tuple(
+            (place, part, self.last_write[storage])
+            for place, operand in enumerate(given.operands)
+            for part, storage in enumerate(sorted(storages_of(value_of(operand))))
+            if storage in self.last_write
+        )
 
     def _own_symbols(self, node: fx.Node) -> list[Any]:
         """The unbacked symbols that come into being at this node."""
@@ -357,23 +372,10 @@ class _Numberer:
                 described.append((type(leaf), repr(leaf)))
         return tuple(described)
 
-    def _describe(self, value: Any, with_memory: bool) -> Any:
-        if isinstance(value, fx.Node):
-            versions = (
-                tuple(self.last_write.get(s, 0) for s in sorted(storages_of(value_of(value)))) if with_memory else ()
-            )
-            return ("value", self.out.numbers.get(value, value), versions)
-        if isinstance(value, tuple | list):
-            return (type(value).__name__, *(self._describe(item, with_memory) for item in value))
-        if isinstance(value, dict):
-            return ("dict", *((key, self._describe(item, with_memory)) for key, item in sorted(value.items())))
-        if isinstance(value, slice):
-            return ("slice", self._describe((value.start, value.stop, value.step), with_memory))
-        return (type(value), repr(value))
-
-    def _note_separated(self, node: fx.Node, effects: Effects) -> None:
+    def _note_separated(self, known: KnownCall, effects: Effects) -> None:
         """Remember calls that look equal and are not, for the reasons that a pass reports."""
-        key = (node.op, node.target, self._describe((node.args, node.kwargs), with_memory=False))
+        node = known.node
+        key = (node.op, node.target, known.arguments.form, self._operands(known.arguments))
         earlier = self.by_call.setdefault(key, node)
         if earlier is node or effects.kind not in (Kind.PURE, Kind.OPAQUE) or effects.writes:
             return
@@ -390,13 +392,12 @@ class _Numberer:
             self.results[self.by_key[key]] = node
         return self.by_key[key]
 
-    def _set(self, node: fx.Node, scope: Scope, number: Number) -> None:
+    def _set(self, node: fx.Node, scope: Scope, number: Number, read: frozenset[StorageKey] = frozenset()) -> None:
         self.out.numbers[node] = number
-        self._occurs(number, node, scope)
+        self._occurs(number, node, scope, read)
 
-    def _occurs(self, number: Number, node: fx.Node, scope: Scope) -> None:
-        read = storages_of([value_of(arg) for arg in node.all_input_nodes])
-        last = max((self.last_write.get(storage, 0) for storage in read), default=0)
+    def _occurs(self, number: Number, node: fx.Node, scope: Scope, read: frozenset[StorageKey] = frozenset()) -> None:
+        last = max((self.last_write.get(storage, 0) for storage in read), default=0) if self.last_write else 0
         occurrence = Occurrence(node, scope, next(self.clock), max(last, self.last_barrier), self.mode)
         self.out.occurrences[number].append(occurrence)
         self.out.starts[node] = self.out.ends[node] = occurrence.time
