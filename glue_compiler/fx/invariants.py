@@ -72,9 +72,11 @@ def _structure(gm: fx.GraphModule) -> Iterator[Fault]:
 
 def _unbound_symbols(gm: fx.GraphModule, effects: EffectAnalysis) -> Iterator[Fault]:
     bound: set[object] = set()
-    for node in gm.graph.nodes:
-        used = {symbol for arg in node.all_input_nodes for symbol in unbacked_in(value_of(arg))}
-        made = set(unbacked_in(value_of(node)))
+    symbols = {node: set(unbacked_in(value_of(node))) for node in gm.graph.nodes}
+    if not any(symbols.values()):
+        return
+    for node, made in symbols.items():
+        used = {symbol for arg in node.all_input_nodes for symbol in symbols[arg]}
         if made and not _may_bind(gm, node, effects):
             used |= made
         if missing := used - bound:
@@ -99,7 +101,9 @@ def _metadata(gm: fx.GraphModule, effects: EffectAnalysis) -> Iterator[Fault]:
         recorded, computed = list(leaves(value_of(node))), list(leaves(again))
         if len(recorded) != len(computed):
             yield Fault(node.name, f"has {len(recorded)} results on record and {len(computed)} when run again")
-        own = set(unbacked_in(again)) - {s for arg in node.all_input_nodes for s in unbacked_in(value_of(arg))}
+        own = set(unbacked_in(again))
+        if own:
+            own -= {symbol for arg in node.all_input_nodes for symbol in unbacked_in(value_of(arg))}
         own |= (node.meta.get("unbacked_bindings") or {}).keys()
         for old, new in zip(recorded, computed, strict=False):
             if problem := _difference(old, new, own):

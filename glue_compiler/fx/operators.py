@@ -13,7 +13,7 @@ version: what is an argument of an operator is what the operator finds in memory
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -174,6 +174,11 @@ class Operators:
         """The operator that makes ``value``; None for an input, an attribute, and a call that is not looked into."""
         calls = self.calls(value.node) if value.step >= 0 else None
         return calls[value.step] if calls is not None else None
+
+    def is_made_of(self, node: fx.Node, operators: Collection[Any]) -> bool:
+        """Is one of ``operators`` among those of a node? Cheaper to ask than what they are called on."""
+        record = self.record(node)
+        return record is not None and any(each.overload.overloadpacket in operators for each in record.operators)
 
     def calls(self, node: fx.Node) -> list[Call] | None:
         """All operators of a node, in order; None for a call that is not looked into."""

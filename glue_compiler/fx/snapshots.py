@@ -11,6 +11,7 @@ from torch import fx
 
 from glue_compiler import compat
 from glue_compiler.fx import bodies
+from glue_compiler.fx.values import value_of
 
 
 class _Row(NamedTuple):
@@ -45,7 +46,7 @@ class Snapshot:
         if len(modules) != len(self._saved):
             return False
         pairs = zip(modules, self._saved, strict=True)
-        return all(module is saved[0] and _are_same(_rows(module), saved[2]) for module, saved in pairs)
+        return all(module is saved[0] and _are_same(module, saved[2]) for module, saved in pairs)
 
     def has_other_nodes(self) -> bool:
         """Do the graphs call anything else now, or in another order, or on other operands?"""
@@ -84,24 +85,21 @@ def _rows(gm: fx.GraphModule) -> list[_Row]:
     ]
 
 
-def _are_same(rows: Sequence[_Row], others: Sequence[_Row]) -> bool:
-    return len(rows) == len(others) and all(map(_is_same, rows, others))
+def _are_same(gm: fx.GraphModule, rows: Sequence[_Row]) -> bool:
+    nodes = gm.graph.nodes
+    return len(nodes) == len(rows) and all(_is_same(gm, node, row) for node, row in zip(nodes, rows, strict=True))
 
 
-def _is_same(row: _Row, other: _Row) -> bool:
+def _is_same(gm: fx.GraphModule, node: fx.Node, row: _Row) -> bool:
     return (
-        row.node is other.node
-        and row.args is other.args
-        and row.kwargs is other.kwargs
-        and row.op == other.op
-        and row.target is other.target
-        and row.attribute is other.attribute
-        and _value(row) is _value(other)
+        node is row.node
+        and node.args is row.args
+        and node.kwargs is row.kwargs
+        and node.op == row.op
+        and node.target is row.target
+        and value_of(node) is row.meta.get("example_value", row.meta.get("val"))
+        and (node.op != "get_attr" or bodies.attribute_of(gm, node) is row.attribute)
     )
-
-
-def _value(row: _Row) -> Any:
-    return row.meta.get("example_value", row.meta.get("val"))
 
 
 def _differ(graph: fx.Graph, rows: Sequence[_Row]) -> bool:

@@ -111,7 +111,9 @@ def _heads(scope: Scope, operators: Operators, plan: Plan) -> Iterator[Head]:
     """The products whose results end in losses; of losses that end none, the plan is told."""
     seen: set[Value] = set()
     for node in scope.module.graph.nodes:
-        for call in operators.calls(node) or () if node.op.startswith("call_") else ():
+        if not node.op.startswith("call_") or not operators.is_made_of(node, _ENDS):
+            continue
+        for call in operators.calls(node) or ():
             if call.operator not in _ENDS:
                 continue
             found = _behind(call.arguments["self"], operators)

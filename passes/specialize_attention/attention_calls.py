@@ -22,6 +22,10 @@ from glue_compiler.passes.specialize_attention.written_out import Chain, has_sof
 
 aten = torch.ops.aten
 
+_PRODUCTS = (aten.matmul, aten.einsum, aten.bmm)
+_ENDS = (aten.scaled_dot_product_attention, *_PRODUCTS)
+"""What gives the result of an attention."""
+
 
 def attention_sites(scope: Scope, reader: IndexReader) -> Iterator[AttentionSite | tuple[fx.Node, str]]:
     """The attentions in one graph that have a mask, and (node, reason) for those that are left alone at first sight."""
@@ -30,7 +34,7 @@ def attention_sites(scope: Scope, reader: IndexReader) -> Iterator[AttentionSite
         found = value_of(node)
         if not node.op.startswith("call_") or not isinstance(found, torch.Tensor):
             continue
-        if found.dim() not in (3, 4) or not found.is_floating_point():
+        if found.dim() not in (3, 4) or not found.is_floating_point() or not operators.is_made_of(node, _ENDS):
             continue
         value = operators.value(node)
         call = operators.does(value) if value.node is node else None
@@ -39,7 +43,7 @@ def attention_sites(scope: Scope, reader: IndexReader) -> Iterator[AttentionSite
                 continue
             if call.operator is aten.scaled_dot_product_attention:
                 site = _operator_site(node, call, scope, reader)
-            elif call.operator in (aten.matmul, aten.einsum, aten.bmm):
+            elif call.operator in _PRODUCTS:
                 site = _written_out_site(value, call, scope, reader) if found.dim() == 4 else None
                 if site is None and has_softmax(call, operators):
                     raise NotAttention("softmax between two products that are not of query, key and value [B, H, T, D]")
