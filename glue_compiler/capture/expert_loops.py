@@ -112,7 +112,7 @@ class SpeculativeRegions(compat.TracingObserver):
 
     def is_watching(self, frame: Any, at: int) -> bool:
         self._begin(frame)
-        return bool(self._touched_by(frame, at))
+        return bool(self._open and self._touched_by(frame, at))
 
     def stepped(self, step: compat.Step) -> None:
         for region in self._touched_by(step.frame, step.at):
