@@ -31,7 +31,7 @@ PARTS: Mapping[str, tuple[str, str]] = {
     "glue, passes": ("glue_compiler/pipeline.py", "run"),
     "glue, key": ("glue_compiler/pipeline.py", "uuid"),
     "hash of torch": ("_inductor/codecache.py", "torch_key"),
-    "hash of Triton": ("triton/compiler/compiler.py", "triton_key"),
+    "hash of Triton": ("triton/runtime/cache.py", "triton_key"),
     "key of the graph": ("autograd_cache.py", "autograd_cache_key"),
     "load of code": ("_inductor/codecache.py", "load_by_key_path"),
     "load of kernels": ("_inductor/runtime/triton_heuristics.py", "precompile"),
