@@ -20,8 +20,14 @@ def nodes():
 
 A, B = nodes()
 
+
+class Whole(int):
+    """Reads as an int."""
+
+
 DIFFERENT = {
     "another number": ((A, 1), (A, 2)),
+    "a number and one of another type": ((A, 1), (A, Whole(1))),
     "an integer and a float": ((A, 1), (A, 1.0)),
     "zeros of two signs": ((A, 0.0), (A, -0.0)),
     "zero and false": ((A, 0), (A, False)),
