@@ -15,8 +15,8 @@ graphs that were compiled, glue's warnings, memory; seconds of the first step, c
 ones (``--warm``, one variant after the other), and until both compiles were done; the last loss.
 
 Variants: ``flex`` is Inductor with transformers' flex_attention, ``fa2`` and ``fa4`` with its flash_attention_2 and
-4, where those are installed; the others have sdpa. ``glue-torch`` takes no kernels of other packages, ``glue-shared``
-compiles repeated layers once, ``glue-tiled`` runs wide values in tiles of rows, in ``-recompute`` backward computes all
+4, where those are installed; the others have sdpa. ``glue-torch`` takes no kernels of other packages, ``glue-unshared``
+compiles each of equal layers, ``glue-tiled`` runs wide values in tiles of rows, in ``-recompute`` backward computes all
 again that is no product. ``glue-none`` makes no rewrite, and ``glue-metadata``, ``glue-attention``, ``glue-experts``
 and ``glue-loss`` make that one alone. ``plan-B`` plans what is kept for backward within ``memory_budget=B``
 (``plan-9.6GiB``).

@@ -23,7 +23,7 @@ def calls_of(run):
 
 def passes_of(count, stage):
     """What all passes of ``stage`` cost for a training step of ``count`` layers, the copies and the checks included."""
-    pipeline = Pipeline(registry.all_passes(), GlueOptions(strict=True, passes={"share_layers": True}))
+    pipeline = Pipeline(registry.all_passes(), GlueOptions(strict=True))
     (graph,) = capture(Layers(layers(count)), ids(), stage=stage)
     if stage is Stage.CAPTURED:
         return calls_of(lambda: pipeline.run(graph, stage))

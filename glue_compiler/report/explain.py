@@ -12,6 +12,7 @@ from torch import fx
 from glue_compiler import compat
 from glue_compiler.backend import GlueBackend
 from glue_compiler.capture import CaptureEvent
+from glue_compiler.compat import partition
 from glue_compiler.options import GlueOptions
 from glue_compiler.report.graph_report import GraphReport
 from glue_compiler.report.session import Session
@@ -59,7 +60,7 @@ def explain(
     if compat.is_compiled(model):
         raise TypeError("explain takes the model itself; this one is the result of torch.compile")
     session = Session()
-    backend = GlueBackend(hand_off=_run_as_it_is, session=session)
+    backend = GlueBackend(hand_off=_run_eagerly, session=session)
     try:
         with torch.random.fork_rng():
             torch.compile(model, backend=backend, options=dict(options) if options else None)(*args, **kwargs)
@@ -69,8 +70,10 @@ def explain(
     return Explanation(tuple(session.graphs), tuple(session.capture_events))
 
 
-def _run_as_it_is(gm: fx.GraphModule, _: Sequence[Any], __: GlueOptions, ___: bytes) -> Callable[..., Any]:
-    return gm.forward
+def _run_eagerly(
+    gm: fx.GraphModule, inputs: Sequence[Any], _: GlueOptions, __: bytes | None, edit_pair: partition.Edit | None = None
+) -> Callable[..., Any]:
+    return gm.forward if edit_pair is None else partition.compile_with_aot_eager(gm, inputs, edit_pair)
 
 
 def _lines(explanation: Explanation) -> list[str]:
@@ -81,7 +84,7 @@ def _lines(explanation: Explanation) -> list[str]:
         for p in graph.passes:
             done = ", ".join(f"{name} {count}" for name, count in p.counts.items()) or "nothing to do"
             lines.append(f"  {p.name}: {p.error or done} ({p.milliseconds:.0f} ms)")
-            lines += [f"    left alone: {skip.node}: {skip.reason}{_at(skip.source)}" for skip in p.skips]
+            lines += [f"    left alone: {_in(skip.node)}{skip.reason}{_at(skip.source)}" for skip in p.skips]
         for sync in graph.host_syncs:
             when = "once per batch" if sync.once_per_batch else "that remains"
             lines.append(f"  host sync {when}: {sync.target}{_at(sync.source)}")
@@ -94,6 +97,10 @@ def _lines(explanation: Explanation) -> list[str]:
         outcome = "captured again without data-dependent values" if event.retried else "left to eager"
         lines.append(f"  a frame was {outcome}: {event.reason}")
     return lines
+
+
+def _in(node: str) -> str:
+    return f"{node}: " if node else ""
 
 
 def _at(source: str) -> str:

@@ -127,7 +127,7 @@ def states(options):
 
 def test_doctor_says_why_a_pass_is_on_or_off():
     found = states(GlueOptions())
-    assert found["hoist_metadata"] == (True, "on by default")
+    assert found["hoist_metadata"] == found["share_layers"] == (True, "on by default")
     assert not found["overlap_offload"][0]
     assert states(GlueOptions(offload="checkpoints"))["overlap_offload"][0]
 

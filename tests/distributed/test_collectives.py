@@ -56,7 +56,7 @@ class Run:
 
     def __init__(self, fn, inputs):
         self.session = Session()
-        options = {"compiler": "aot_eager", "strict": True, "passes": {"share_layers": True}}
+        options = {"compiler": "aot_eager", "strict": True}
         glue = torch.compile(fn, backend=GlueBackend(session=self.session), options=options)
         plain = torch.compile(fn, backend="aot_eager")
         with torch._dynamo.config.patch(capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True):

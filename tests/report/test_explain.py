@@ -4,7 +4,9 @@ import pytest
 import torch
 
 import glue_compiler
+from glue_compiler import GlueWarning
 from tests.passes.hoist_metadata.test_one_graph import layer_inputs, positions_of, two_layers
+from tests.passes.share_layers.models import Layers, ids, layers
 
 
 def test_it_reports_graphs_rewrites_and_syncs():
@@ -36,6 +38,16 @@ def test_it_reports_graph_breaks_with_reason_and_line():
 def test_it_says_why_something_was_left_alone():
     report = glue_compiler.explain(lambda x: (torch.rand_like(x), torch.rand_like(x)), torch.ones(2))
     assert "left alone: rand_like_1: the same call as 'rand_like', but it draws random numbers" in str(report)
+
+
+def test_it_reports_passes_over_the_forward_and_the_backward_graph(recwarn):
+    text = str(glue_compiler.explain(Layers(layers()), ids()))
+    assert "share_layers: bodies 2, calls " in text
+    text = str(glue_compiler.explain(Layers(layers(3)), ids(), options={"offload": "checkpoints"}))
+    assert "overlap_offload: " in text
+    assert "nothing to move" in text
+    assert "left alone: :" not in text  # a reason that names no node
+    assert not [warning for warning in recwarn if issubclass(warning.category, GlueWarning)]
 
 
 def test_options_count():

@@ -18,7 +18,7 @@ class Terminal(io.StringIO):
 def written(monkeypatch, stream, long):
     monkeypatch.setattr(progress, "LONG", long)
     monkeypatch.setattr(sys, "stderr", stream)
-    run = compile_with_glue(Layers(layers(16)), passes={"share_layers": True})
+    run = compile_with_glue(Layers(layers(16)))
     run.call(ids()).sum().backward()
     return stream.getvalue()
 

@@ -69,7 +69,7 @@ def run_both(model: nn.Module, *inputs: Tensor, unshared: bool = False, **option
     model = model.double()
     eager: Any = copy.deepcopy(model)
     other = compile_with_glue(eager, passes={"share_layers": False}, **options).call if unshared else eager
-    run = compile_with_glue(model, passes={"share_layers": True}, **options)
+    run = compile_with_glue(model, **options)
     for each in inputs or (ids(),):
         expected, found = step(eager, other, each), step(model, run.call, each)
         assert [x is None for x in expected] == [x is None for x in found]

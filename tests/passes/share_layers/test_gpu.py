@@ -20,8 +20,8 @@ pytestmark = pytest.mark.gpu
 )
 def test_steps_are_as_close_as_unshared_ones(row, options):
     steps = Steps(row, layers=12 if row == "gemma3-1b" else 6, tokens=2048)
-    exact, unshared = steps.exact(), steps.compiled(**options)
-    shared = steps.compiled(**options, passes={"share_layers": True})
+    exact, unshared = steps.exact(), steps.compiled(**options, passes={"share_layers": False})
+    shared = steps.compiled(**options)
     assert shared.counts("share_layers")["calls"] >= 4
     assert_as_close(shared, exact, unshared)
     assert shared.peak <= 1.02 * unshared.peak

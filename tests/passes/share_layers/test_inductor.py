@@ -32,7 +32,7 @@ class OneWeight(nn.Module):
 def compare(model, *inputs, **options):
     """With eager, in fp64; returns the pass's report."""
     model = model.double()
-    run = compile_with_glue(model, compiler="inductor", fx_graph_cache=False, passes={"share_layers": True}, **options)
+    run = compile_with_glue(model, compiler="inductor", fx_graph_cache=False, **options)
     for each in inputs:
         for got, want in zip(step(model, run.call, each), step(model, model, each), strict=True):
             torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)

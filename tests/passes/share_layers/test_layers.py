@@ -16,8 +16,6 @@ from glue_compiler.testing import capture, run_pass
 from tests.captured import compile_with_glue
 from tests.passes.share_layers.models import Layer, Layers, ids, layers, run_both, step
 
-SHARED = {"passes": {"share_layers": True}}
-
 
 def test_equal_layers_call_one_body_in_forward_and_one_in_backward():
     report = run_both(Layers(layers()))
@@ -25,8 +23,15 @@ def test_equal_layers_call_one_body_in_forward_and_one_in_backward():
     assert report.counts["calls"] >= 2 * 10
 
 
-def test_it_is_off_until_it_is_asked_for():
-    run = compile_with_glue(Layers(layers()))
+@pytest.mark.parametrize("is_on", [True, False])
+def test_it_is_on_until_it_is_switched_off(is_on):
+    run = compile_with_glue(Layers(layers()), passes={} if is_on else {"share_layers": False})
+    run.call(ids())
+    assert any(report.name == "share_layers" and report.changed for report in run.report.passes) is is_on
+
+
+def test_a_small_step_is_left_to_torchs_partitioner():
+    run = compile_with_glue(Layers(layers(3)))
     run.call(ids())
     assert all(report.name != "share_layers" for report in run.report.passes)
 
@@ -57,7 +62,7 @@ def test_a_few_operators_are_not_worth_a_body():
     model = nn.Sequential(
         *(nn.Linear(4, 4) for _ in range(20)), *(nn.Tanh() if i % 2 else nn.GELU() for i in range(90))
     ).double()
-    run = compile_with_glue(model, passes={"share_layers": True})
+    run = compile_with_glue(model)
     run.call(torch.randn(2, 4, dtype=torch.float64)).sum().backward()
     report = run.report.passes[-1]
     assert report.name == "share_layers"
@@ -177,7 +182,7 @@ def test_what_layers_return_to_the_caller_is_memory_of_its_own():
     model = Returns(layers()).double()
     assert run_both(model, unshared=True).changed
     torch._dynamo.reset()
-    found = torch.compile(model, backend="glue", options={**SHARED, "compiler": "aot_eager", "strict": True})(ids())
+    found = torch.compile(model, backend="glue", options={"compiler": "aot_eager", "strict": True})(ids())
     assert found[2].untyped_storage().data_ptr() == found[1].untyped_storage().data_ptr()  # as in eager
     assert found[4].untyped_storage().data_ptr() != found[1].untyped_storage().data_ptr()
 
@@ -197,14 +202,14 @@ def test_what_comes_out_of_a_body_is_no_view_for_autograd():
                 x[..., :1] = table * layer.scale[0]
             return x
 
-    run = compile_with_glue(Scaled(layers()).double(), passes={"share_layers": True})
+    run = compile_with_glue(Scaled(layers()).double())
     found = run.call(ids())
     assert run.report.passes[-1].changed
     found.mul_(2).sum().backward()  # an error, if it were one
 
 
 def test_a_dump_has_the_bodies_of_both_graphs_and_runs(tmp_path, capsys):
-    options = {"compiler": "aot_eager", "dump": str(tmp_path), **SHARED}
+    options = {"compiler": "aot_eager", "dump": str(tmp_path)}
     step(model := Layers(layers()).double(), torch.compile(model, backend="glue", options=options), ids())
     (after,) = tmp_path.glob("*/*share_layers.after.py")
     text = after.read_text()
@@ -243,7 +248,7 @@ def test_copies_in_flight_stay_between_bodies(compiler):
             return checkpoint(super().forward, x, table, use_reentrant=False, context_fn=policy)
 
     model = Layers([Checkpointed() for _ in range(10)]).double()
-    run = compile_with_glue(model, compiler=compiler, fx_graph_cache=False, passes={"share_layers": True})
+    run = compile_with_glue(model, compiler=compiler, fx_graph_cache=False)
     for got, want in zip(step(model, run.call, ids()), step(model, model, ids()), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
     offload, share = (next(p for p in run.report.passes if p.name == n) for n in ("overlap_offload", "share_layers"))
@@ -304,6 +309,6 @@ def test_inductor_compiles_one_body_and_computes_the_same():
     inputs = ids()
     plain = step(model, torch.compile(model, backend="inductor"), inputs)
     torch._dynamo.reset()
-    shared = step(model, torch.compile(model, backend="glue", options={**SHARED, "strict": True}), inputs)
+    shared = step(model, torch.compile(model, backend="glue", options={"strict": True}), inputs)
     for one, other in zip(plain, shared, strict=True):
         torch.testing.assert_close(one, other)

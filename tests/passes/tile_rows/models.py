@@ -90,8 +90,14 @@ def step(model: nn.Module, call: Any, x: Tensor) -> list[Tensor | None]:
     return [out.detach(), x.grad, *gradients]
 
 
-def run_both(model: nn.Module, *inputs: Tensor, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
-    """Check a step in tiles against eager's; returns the pass's report of the first graph."""
+def run_both(
+    model: nn.Module,
+    *inputs: Tensor,
+    dtype: torch.dtype = torch.float64,
+    report_of: str = "tile_rows",
+    **options: Any,
+) -> Any:
+    """Check a step in tiles against eager's; returns the report of that pass over the first graph."""
     torch.manual_seed(0)
     model = model.to(dtype)
     eager = copy.deepcopy(model)
@@ -102,4 +108,4 @@ def run_both(model: nn.Module, *inputs: Tensor, dtype: torch.dtype = torch.float
         for one, two in zip(expected, found, strict=True):
             if one is not None:
                 torch.testing.assert_close(two, one, rtol=1e-10, atol=1e-12)
-    return next(p for p in run.session.graphs[0].passes if p.name == "tile_rows")
+    return next(p for p in run.session.graphs[0].passes if p.name == report_of)

@@ -57,11 +57,16 @@ def test_under_inductor(kind, dynamic):
     assert report.counts["regions"] == 4
 
 
-def test_with_offload_and_shared_layers():
-    passes = {"tile_rows": True, "share_layers": True}
+def test_with_offload():
     model = Stack([frozen(Gated()) for _ in range(4)])
-    report = run_both(model, torch.randn(ROWS, WIDTH), offload="checkpoints", passes=passes)
+    report = run_both(model, torch.randn(ROWS, WIDTH), offload="checkpoints")
     assert report.counts["regions"] == 8
+
+
+@pytest.mark.slow
+def test_layers_in_tiles_are_shared():
+    model = Stack([frozen(Gated()) for _ in range(12)])
+    assert run_both(model, report_of="share_layers").counts["calls"] >= 10
 
 
 class Square(nn.Module):
