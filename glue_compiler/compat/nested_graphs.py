@@ -29,16 +29,21 @@ def call_body(graph: fx.Graph, body: fx.Node, identifier: str, operands: Sequenc
     return graph.call_function(torch.ops.higher_order.invoke_subgraph, (body, identifier, *operands))
 
 
-def call_bodies_as_modules(gm: fx.GraphModule) -> None:
-    """For a graph whose operators run one by one: the operator would look for gradients, and mark results as views."""
+def inline_bodies(gm: fx.GraphModule) -> None:
+    """For a graph whose operators run one by one: each is freed what it was the last to use, as without bodies.
+
+    The operator itself would look for gradients, and mark results as views.
+    """
     for node in gm.graph.find_nodes(op="call_function", target=torch.ops.higher_order.invoke_subgraph):
         body, _, *operands = node.args
         if not str(body.target).startswith(BODY):
             continue
+        graph = getattr(gm, body.target).graph
         with gm.graph.inserting_before(node):
-            call = gm.graph.call_module(body.target, tuple(operands))
-        call.meta = dict(node.meta)
-        node.replace_all_uses_with(call)
+            results = gm.graph.graph_copy(graph, dict(zip(graph.find_nodes(op="placeholder"), operands, strict=True)))
+        for item in list(node.users):
+            item.replace_all_uses_with(results[item.args[1]])
+            gm.graph.erase_node(item)
         gm.graph.erase_node(node)
     gm.recompile()
 

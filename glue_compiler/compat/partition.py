@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from glue_compiler.compat.inductor import uuid_beside
-from glue_compiler.compat.nested_graphs import call_bodies_as_modules
+from glue_compiler.compat.nested_graphs import inline_bodies
 from glue_compiler.compat.offload_policies import save_what_is_to_be_offloaded
 
 Graphs = tuple[fx.GraphModule, fx.GraphModule]
@@ -99,7 +99,7 @@ def compile_with_aot_eager(gm: fx.GraphModule, inputs: Sequence[Any], edit: Edit
     from torch._dynamo.backends.debugging import boxed_nop
 
     def run(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        call_bodies_as_modules(gm)
+        inline_bodies(gm)
         made: Callable[..., Any] = boxed_nop(gm, list(inputs))
         return made
 
