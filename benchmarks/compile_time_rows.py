@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from benchmarks.end_to_end_rows import Size, Workload, llama_lora, packed_model, qwen3_bf16
+from benchmarks.expert_routing_layers import LAYERS, ModuleListLayer, small
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,35 @@ def qwen3_moe(size: Size, device: str, attention: str) -> Workload:
     """Qwen3-30B-A3B's shape, 48 layers of 128 experts; all but the norms and routers are frozen, to fit on one GPU."""
     workload = packed_model("qwen3_moe", size, device, attention)
     _freeze(workload.model, lambda name: "norm" in name or name.endswith("gate.weight"))
+    return workload
+
+
+class HitExperts(ModuleListLayer):
+    """Its loop is over the experts that are hit, as transformers 4.57 writes it (Qwen3MoeSparseMoeBlock)."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        tokens = hidden_states.view(-1, hidden_states.shape[-1])
+        weights, selected = self.gate(tokens).float().softmax(-1).topk(self.shape.top_k)
+        weights = (weights / weights.sum(-1, keepdim=True)).to(tokens.dtype)
+        result = torch.zeros_like(tokens)
+        mask = F.one_hot(selected, self.shape.experts).permute(2, 1, 0)
+        for number in torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero():
+            expert = self.experts[number]
+            slot, token = torch.where(mask[number].squeeze(0))
+            rows = tokens[None, token].reshape(-1, tokens.shape[-1])
+            result.index_add_(0, token, (expert(rows) * weights[token, slot, None]).to(tokens.dtype))
+        return result.view_as(hidden_states)
+
+
+def expert_loop(size: Size, device: str, attention: str) -> Workload:
+    """The same shape and what of it is trained, with 128 modules in each layer, and a loop over those that are hit."""
+    workload = packed_model("qwen3_30b", size, device, attention)
+    experts = small(LAYERS["qwen3"]) if size.is_tiny else LAYERS["qwen3"]
+    shape = dataclasses.replace(experts.shape, hidden=workload.config.hidden_size)
+    for layer in workload.layers:
+        with torch.device(device):
+            layer.mlp = HitExperts(shape).bfloat16()
+    _freeze(workload.model, lambda name: "norm" in name or name.endswith("mlp.gate.weight"))
     return workload
 
 
@@ -43,5 +76,6 @@ ROWS = {
     "qwen3": Row(qwen3_bf16),
     "llama-lora": Row(llama_lora),
     "qwen3-moe": Row(qwen3_moe),
+    "expert-loop": Row(expert_loop),
     "8b-offload": Row(qwen3_8b, {"offload": "checkpoints"}),
 }
