@@ -1,9 +1,11 @@
 """Where the time of a first training step goes, with cold and with warm caches.
 
-    python -m benchmarks.compile_time [--rows qwen3,llama-lora] [--variants inductor,glue,glue+share] [--layers 8]
+    python -m benchmarks.compile_time [--rows qwen3,llama-lora] [--variants inductor,glue,glue-unshared] [--layers 8]
+    python -m benchmarks.compile_time --curve 8,16,32,64 --svg curve.svg
 
 Each row and variant runs twice, each time in a process of its own: first with empty caches of Inductor's and Triton's,
-then with what the first has left there. ``glue+share`` is glue with the rewrite ``share_layers``.
+then with what the first has left there. ``glue-unshared`` is glue without the rewrite ``share_layers``. ``--curve``
+measures one row with so many layers instead, caches empty, and draws the seconds of the first steps.
 
 Columns: ``first s``, seconds of the first step (forward, backward, all compiles in them), which is the sum of
 
@@ -24,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -31,11 +34,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.compile_time_rows import ROWS
+from benchmarks.curves_svg import Curve, Panel, draw
 from benchmarks.end_to_end_rows import Size
 from glue_compiler import registry
 from glue_compiler.backend import GlueBackend
@@ -44,8 +49,8 @@ from glue_compiler.handoff import hand_off
 
 VARIANTS: Mapping[str, dict[str, Any] | None] = {
     "inductor": None,
-    "glue": {"passes": {"share_layers": False}},
-    "glue+share": {"passes": {"share_layers": True}},
+    "glue": {},
+    "glue-unshared": {"passes": {"share_layers": False}},
 }
 PARTS = ("dynamo s", "glue s", "aot s", "inductor s", "load s", "rest s", "run s")
 COLUMNS = ("first s", *PARTS, "step ms", "peak GiB", "loss")
@@ -56,6 +61,8 @@ def main() -> None:
     parser.add_argument("--rows", default="qwen3")
     parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--layers", type=int)
+    parser.add_argument("--curve", help="numbers of layers, such as 8,16,32")
+    parser.add_argument("--svg", help="the file that the curve is drawn into")
     parser.add_argument("--tokens", type=int)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -63,28 +70,62 @@ def main() -> None:
     given = parser.parse_args()
     if given.one:
         print(json.dumps(measure(given)))
-        return
-    print("| row | variant | caches |", " | ".join(COLUMNS), "|")
-    print("|---" * (3 + len(COLUMNS)) + "|")
+    elif given.curve:
+        draw_curve(given)
+    else:
+        print_table(given)
+
+
+def print_table(given: argparse.Namespace) -> None:
+    """Each row and variant, with cold and with warm caches."""
+    _print_head("caches")
     for row in given.rows.split(","):
         for variant in given.variants.split(","):
             with tempfile.TemporaryDirectory() as folder:
                 for caches in ("cold", "warm"):
-                    print(f"| {row} | {variant} | {caches} |", " | ".join(_cells(given, row, variant, folder)), "|")
-                    sys.stdout.flush()
+                    _print_row(row, variant, caches, _run(given, row, variant, given.layers, folder))
 
 
-def _cells(given: argparse.Namespace, row: str, variant: str, folder: str) -> list[str]:
+def draw_curve(given: argparse.Namespace) -> None:
+    """One row with more and more layers, cold caches: a table, and the seconds of first steps as a drawing."""
+    counts = [int(text) for text in given.curve.split(",")]
+    curves: dict[str, list[float]] = {variant: [] for variant in given.variants.split(",")}
+    _print_head("layers")
+    for layers in counts:
+        for variant, seconds in curves.items():
+            with tempfile.TemporaryDirectory() as folder:
+                found = _run(given, given.rows, variant, layers, folder)
+            _print_row(given.rows, variant, str(layers), found)
+            seconds.append(math.nan if isinstance(found, str) else found["first s"])
+    if given.svg:
+        panel = Panel("seconds of a first step, cold caches", [Curve(*each) for each in curves.items()], least=0.0)
+        title = f"{given.rows} on {given.device}, torch {torch.__version__}"
+        Path(given.svg).write_text(draw(title, "layers", [panel], places=counts))
+
+
+def _print_head(third: str) -> None:
+    print(f"| row | variant | {third} |", " | ".join(COLUMNS), "|")
+    print("|---" * (3 + len(COLUMNS)) + "|")
+
+
+def _print_row(row: str, variant: str, third: str, found: dict[str, float] | str) -> None:
+    cells = [found] if isinstance(found, str) else [f"{found[column]:.2f}" for column in COLUMNS]
+    cells += [""] * (len(COLUMNS) - len(cells))
+    print(f"| {row} | {variant} | {third} |", " | ".join(cells), "|", flush=True)
+
+
+def _run(given: argparse.Namespace, row: str, variant: str, layers: int | None, folder: str) -> dict[str, float] | str:
+    """What :func:`measure` finds in a process of its own, with the caches of ``folder``; or the error."""
     passed = {"rows": row, "variants": variant, "device": given.device, "steps": given.steps}
-    passed |= {name: value for name in ("layers", "tokens") if (value := getattr(given, name)) is not None}
+    passed |= {name: value for name, value in (("layers", layers), ("tokens", given.tokens)) if value is not None}
     arguments = [text for name, value in passed.items() for text in (f"--{name}", str(value))]
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": os.path.join(folder, "triton")}
     command = [sys.executable, "-m", "benchmarks.compile_time", "--one", *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
-        return [(done.stderr.strip().splitlines() or ["failed"])[-1], *[""] * (len(COLUMNS) - 1)]
-    found = json.loads(done.stdout.strip().splitlines()[-1])
-    return [f"{found[column]:.2f}" for column in COLUMNS]
+        return (done.stderr.strip().splitlines() or ["failed"])[-1]
+    found: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
 
 
 def measure(given: argparse.Namespace) -> dict[str, float]:

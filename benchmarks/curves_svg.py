@@ -1,4 +1,4 @@
-"""Curves over steps, as one SVG file."""
+"""Curves over steps, or over any other numbers, as one SVG file."""
 
 from __future__ import annotations
 
@@ -20,20 +20,26 @@ class Curve:
 
 @dataclass(frozen=True)
 class Panel:
-    """Curves of one scale; on a ``logarithmic`` one zeros are not drawn."""
+    """Curves of one scale, which begins at ``least``, or at their least value.
+
+    What is nan is not drawn, and what is zero is not on a ``logarithmic`` scale.
+    """
 
     name: str
     curves: Sequence[Curve]
     logarithmic: bool = False
+    least: float | None = None
 
     def scaled(self, value: float) -> float | None:
+        if math.isnan(value):
+            return None
         if not self.logarithmic:
             return value
         return math.log10(value) if value > 0 else None
 
 
-def draw(title: str, steps: str, panels: Sequence[Panel]) -> str:
-    """The panels below each other."""
+def draw(title: str, steps: str, panels: Sequence[Panel], places: Sequence[float] = ()) -> str:
+    """The panels below each other. ``places``: where along the axis the values are; by default steps from 1 on."""
     height = TOP + len(panels) * (HEIGHT + GAP)
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" '
@@ -42,20 +48,22 @@ def draw(title: str, steps: str, panels: Sequence[Panel]) -> str:
         _text(LEFT, 20, title),
     ]
     for number, panel in enumerate(panels):
-        lines += _panel(panel, steps, TOP + number * (HEIGHT + GAP))
+        lines += _panel(panel, steps, TOP + number * (HEIGHT + GAP), places)
     return "\n".join([*lines, "</svg>", ""])
 
 
-def _panel(panel: Panel, steps: str, top: int) -> list[str]:
+def _panel(panel: Panel, steps: str, top: int, places: Sequence[float]) -> list[str]:
     scaled = [[panel.scaled(value) for value in curve.values] for curve in panel.curves]
     known = [value for values in scaled for value in values if value is not None] or [0.0]
-    low, high = min(known), max(known)
+    low, high = min(known) if panel.least is None else panel.least, max(known)
     high = high if high > low else low + 1
     longest = max(len(values) for values in scaled)
+    where = places or range(1, longest + 1)
+    ticks = places or [round((longest - 1) * tick / TICKS) + 1 for tick in range(TICKS + 1)]
     right = WIDTH - 20
 
-    def x(step: float) -> float:
-        return LEFT + (right - LEFT) * step / max(longest - 1, 1)
+    def x(place: float) -> float:
+        return LEFT + (right - LEFT) * (place - where[0]) / max(where[-1] - where[0], 1)
 
     def y(value: float) -> float:
         return top + HEIGHT * (high - value) / (high - low)
@@ -65,15 +73,17 @@ def _panel(panel: Panel, steps: str, top: int) -> list[str]:
         value = low + (high - low) * tick / TICKS
         shown = f"{10**value:.0e}" if panel.logarithmic else f"{value:.2f}"
         lines.append(_text(LEFT - 6, y(value) + 4, shown, anchor="end"))
-        step = round((longest - 1) * tick / TICKS)
-        lines.append(_text(x(step), top + HEIGHT + 16, str(step + 1), anchor="middle"))
+    lines += [_text(x(place), top + HEIGHT + 16, str(place), anchor="middle") for place in ticks]
     lines.append(_text((LEFT + right) / 2, top + HEIGHT + 32, steps, anchor="middle"))
     lines.append(_text(LEFT + 8, top + 16, panel.name))
+    # The names stand where the curves are not.
+    rises = sum(values[-1] or 0.0 for values in scaled if values) > sum(values[0] or 0.0 for values in scaled if values)
     for number, (curve, values) in enumerate(zip(panel.curves, scaled, strict=True)):
         color = COLORS[number % len(COLORS)]
-        points = " ".join(f"{x(i):.1f},{y(value):.1f}" for i, value in enumerate(values) if value is not None)
+        points = " ".join(f"{x(i):.1f},{y(v):.1f}" for i, v in zip(where, values, strict=False) if v is not None)
         lines.append(f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="1.5"/>')
-        lines.append(_text(right - 8, top + 16 + 16 * number, curve.name, color, "end"))
+        side, down, anchor = (LEFT + 8, 32, "start") if rises else (right - 8, 16, "end")
+        lines.append(_text(side, top + down + 16 * number, curve.name, color, anchor))
     return lines
 
 
