@@ -40,7 +40,8 @@ def inline_bodies(gm: fx.GraphModule) -> None:
             continue
         graph = getattr(gm, body.target).graph
         with gm.graph.inserting_before(node):
-            results = gm.graph.graph_copy(graph, dict(zip(graph.find_nodes(op="placeholder"), operands, strict=True)))
+            inputs = dict(zip(graph.find_nodes(op="placeholder"), operands, strict=True))
+            results: Any = gm.graph.graph_copy(graph, inputs)
         for item in list(node.users):
             item.replace_all_uses_with(results[item.args[1]])
             gm.graph.erase_node(item)
