@@ -12,14 +12,21 @@ from torch import nn
 from torch._functorch import partitioners
 from torch.utils.checkpoint import CheckpointPolicy
 
+from glue_compiler import registry
 from glue_compiler.compat import offload_policies
 from glue_compiler.errors import GlueWarning
 from glue_compiler.fx import joint_graphs
+from glue_compiler.graph_pass import PairPass
+from glue_compiler.marked_partition import _excess
 from glue_compiler.ops.device_rates import Rates
+from glue_compiler.options import GlueOptions
 from glue_compiler.passes import plan_memory
 from glue_compiler.passes.plan_memory import predict
+from glue_compiler.pipeline import Pipeline
+from glue_compiler.testing import capture
 from tests.captured import compile_with_glue
 from tests.passes.overlap_offload.models import Block, Blocks, step
+from tests.passes.share_layers.models import Layers, ids, layers
 
 ON = {"plan_memory": True}
 INSISTED = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE)
@@ -143,3 +150,17 @@ def test_numbers_of_rewrites_are_those_of_what_was_taken(hides_all, monkeypatch)
     step(run.call, nn.Linear(1, 1), torch.randn(256, 16, requires_grad=True))
     numbers = [rewrite.number for report in run.report.passes for rewrite in report.rewrites]
     assert numbers == list(range(1, len(numbers) + 1))
+
+
+def test_a_finished_step_is_judged_with_what_is_alive_inside_of_shared_layers():
+    (pair,) = capture(Layers(layers(12)), ids(64), stage="partitioned")
+
+    def excess(shares):
+        options = GlueOptions(memory_budget=1, compiler="aot_eager", passes={"share_layers": shares})
+        pipeline = Pipeline(registry.all_passes(), options)
+        on_pairs = [each for each in pipeline.step_passes(pair.forward) if isinstance(each, PairPass)]
+        assert any(each.name == "share_layers" for each in on_pairs) is shares
+        graphs = (pair.forward, pair.backward)
+        return _excess(pipeline, [plan_memory.PlanMemory()], on_pairs, graphs, pair.num_outputs)
+
+    assert excess(True) == excess(False)
