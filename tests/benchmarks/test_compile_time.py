@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 from benchmarks.compile_time_rows import ROWS
 from benchmarks.curves_svg import Curve, Panel, draw
 from benchmarks.end_to_end_rows import Size
-from tests.captured import compile_with_glue
+from glue_compiler.testing import compile_and_keep
 
 
 def test_separate_experts_are_those_of_qwen3_30b():
@@ -27,7 +27,7 @@ def test_separate_experts_are_those_of_qwen3_30b():
 @pytest.mark.slow
 def test_separate_experts_are_grouped_and_their_layers_shared():
     workload = ROWS["expert-loop"].build(Size(64, 64, 4, True), "cpu", "sdpa")
-    run = compile_with_glue(workload.model)
+    run = compile_and_keep(workload.model)
     run.call(**workload.batch(64, torch.Generator().manual_seed(0))).loss.backward()
     counts = {p.name: p.counts for p in run.report.passes}
     assert counts["group_experts"]["loops_grouped"] == 4
