@@ -13,7 +13,7 @@ from benchmarks.end_to_end import Running, Timed, Trainer, numbers_of, print_tab
 from benchmarks.end_to_end_flops import step_flops
 from benchmarks.end_to_end_rows import ROWS, Size
 from benchmarks.end_to_end_table import COLUMNS
-from benchmarks.end_to_end_variants import VARIANTS
+from benchmarks.end_to_end_variants import VARIANTS, variant_of
 
 TINY = Size(tokens=160, least=130, layers=None, is_tiny=True)
 WEIGHTS = {
@@ -148,3 +148,10 @@ def test_operations_of_attention_are_those_that_documents_and_windows_show():
     assert config.layer_types == ["sliding_attention", "full_attention"]
     # Of 64 tokens a window of 32 shows 32 * 33 / 2 + 32 * 32, and no window shows 64 * 65 / 2.
     assert one - two == pair * ((528 + 1024 + 2080) - 2 * (528 + 528))
+
+
+def test_a_variant_that_plans_names_its_budget():
+    assert variant_of("plan-9.6GiB").options == (("memory_budget", "9.6GiB"),)
+    assert variant_of("glue") is VARIANTS["glue"]
+    with pytest.raises(ValueError, match="no variant 'glu-layers'; did you mean 'glue-layers'"):
+        variant_of("glu-layers")
