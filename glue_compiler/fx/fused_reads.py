@@ -12,6 +12,8 @@ from torch import fx
 MOST_READS = 4
 """A value of several readers that is computed from more tensors is written to memory, as Inductor's
 ``realize_reads_threshold`` has it."""
+MOST_SUMMED_READS = 8
+"""The same for a value of a single reader (``realize_acc_reads_threshold``): a long sum is computed in pieces."""
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -37,6 +39,6 @@ def fused_reads(
     for key in order:
         reads = frozenset(source for read in operands(key) for source in computed_from.get(read, (read,)))
         found.append(reads)
-        if may_inline(key) and (readers[key] <= 1 or len(reads) <= MOST_READS):
+        if may_inline(key) and len(reads) <= (MOST_READS if readers[key] > 1 else MOST_SUMMED_READS):
             computed_from[key] = reads
     return found, set(computed_from)

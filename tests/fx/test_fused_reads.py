@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import fx
 
-from glue_compiler.fx.fused_reads import MOST_READS, fused_reads, is_pointwise
+from glue_compiler.fx.fused_reads import MOST_READS, MOST_SUMMED_READS, fused_reads, is_pointwise
 
 aten = torch.ops.aten
 
@@ -43,9 +43,17 @@ def test_what_is_computed_from_many_tensors_is_written_for_several_readers(more,
     assert found["other"] == ({"sum"} if is_written else set(sources))
 
 
-def test_with_one_reader_it_is_not_written():
+def test_with_one_reader_it_is_written_later():
     sources = [f"x{number}" for number in range(MOST_READS + 1)]
     assert reads({"sum": sources, "one": ["sum"]}, {"sum"})[1] == {"sum"}
+
+
+def test_a_long_sum_is_computed_in_pieces():
+    terms = 1000
+    chain = {"s0": ["x0"], **{f"s{n}": [f"s{n - 1}", f"x{n}"] for n in range(1, terms)}}
+    found, inlined = reads(chain, set(chain))
+    assert max(map(len, found.values())) <= MOST_SUMMED_READS + 1
+    assert 0.8 * terms < len(inlined) < terms
 
 
 def test_pointwise_are_operators_of_single_elements():
