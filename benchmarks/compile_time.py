@@ -27,10 +27,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -39,9 +36,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.compile_time_rows import ROWS
+from benchmarks.compile_time_rows import ROWS, build
 from benchmarks.curves_svg import Curve, Panel, draw
-from benchmarks.end_to_end_rows import Size
+from benchmarks.fresh_process import run_module
 from glue_compiler import registry
 from glue_compiler.backend import GlueBackend
 from glue_compiler.graph_pass import PairPass
@@ -117,11 +114,8 @@ def _print_row(row: str, variant: str, third: str, found: dict[str, float] | str
 def _run(given: argparse.Namespace, row: str, variant: str, layers: int | None, folder: str) -> dict[str, float] | str:
     """What :func:`measure` finds in a process of its own, with the caches of ``folder``; or the error."""
     passed = {"rows": row, "variants": variant, "device": given.device, "steps": given.steps}
-    passed |= {name: value for name, value in (("layers", layers), ("tokens", given.tokens)) if value is not None}
-    arguments = [text for name, value in passed.items() for text in (f"--{name}", str(value))]
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": os.path.join(folder, "triton")}
-    command = [sys.executable, "-m", "benchmarks.compile_time", "--one", *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    passed |= {"layers": layers, "tokens": given.tokens, "one": True}
+    done = run_module("benchmarks.compile_time", passed, folder, captures_errors=True)
     if done.returncode:
         return (done.stderr.strip().splitlines() or ["failed"])[-1]
     found: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
@@ -131,11 +125,7 @@ def _run(given: argparse.Namespace, row: str, variant: str, layers: int | None, 
 def measure(given: argparse.Namespace) -> dict[str, float]:
     """One row, one variant, with the caches as they are."""
     row, options = ROWS[given.rows], VARIANTS[given.variants]
-    is_tiny = given.device == "cpu"
-    tokens = given.tokens or (128 if is_tiny else 8192)
-    torch.manual_seed(0)
-    workload = row.build(Size(tokens, tokens, given.layers, is_tiny), given.device, "sdpa")
-    batch = workload.batch(tokens, torch.Generator().manual_seed(0))
+    workload, batch = build(given.rows, given.layers, given.tokens, given.device)
     handed_off = 0.0
 
     def timed_hand_off(*args: Any) -> Any:

@@ -79,3 +79,12 @@ ROWS = {
     "expert-loop": Row(expert_loop),
     "8b-offload": Row(qwen3_8b, {"offload": "checkpoints"}),
 }
+
+
+def build(name: str, layers: int | None, tokens: int | None, device: str) -> tuple[Workload, dict[str, Tensor]]:
+    """A row of ``ROWS`` and its first batch; tiny on a CPU."""
+    is_tiny = device == "cpu"
+    tokens = tokens or (128 if is_tiny else 8192)
+    torch.manual_seed(0)
+    workload = ROWS[name].build(Size(tokens, tokens, layers, is_tiny), device, "sdpa")
+    return workload, workload.batch(tokens, torch.Generator().manual_seed(0))

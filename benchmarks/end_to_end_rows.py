@@ -125,17 +125,17 @@ NAMES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
     *("num_attention_heads", "num_key_value_heads", "head_dim"),
 )
+QWEN3_30B: dict[str, Any] = dict(zip(NAMES, (151936, 2048, 6144, 48, 32, 4, 128), strict=True))
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3": dict(zip(NAMES, (151936, 1024, 3072, 28, 16, 8, 128), strict=True)) | {"tie_word_embeddings": True},
     "llama": dict(zip(NAMES, (128256, 2048, 8192, 16, 32, 8, 64), strict=True)) | {"tie_word_embeddings": True},
     "llama_8b": dict(zip(NAMES, (128256, 4096, 14336, 32, 32, 8, 128), strict=True)) | {"model_type": "llama"},
     "qwen3_8b": dict(zip(NAMES, (151936, 4096, 12288, 36, 32, 8, 128), strict=True)) | {"model_type": "qwen3"},
-    "qwen3_30b": dict(zip(NAMES, (151936, 2048, 6144, 48, 32, 4, 128), strict=True)) | {"model_type": "qwen3"},
+    "qwen3_30b": QWEN3_30B | {"model_type": "qwen3"},
     "qwen3_14b": dict(zip(NAMES, (151936, 5120, 17408, 40, 40, 8, 128), strict=True)) | {"model_type": "qwen3"},
     "gemma3_text": dict(zip(NAMES, (262144, 1152, 6912, 26, 4, 1, 256), strict=True)) | {"sliding_window": 512},
     "gpt_oss": dict(zip(NAMES, (201088, 2880, 2880, 24, 64, 8, 64), strict=True)) | {"num_local_experts": 32},
-    "qwen3_moe": dict(zip(NAMES, (151936, 2048, 6144, 48, 32, 4, 128), strict=True))
-    | {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8},
+    "qwen3_moe": QWEN3_30B | {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8},
 }
 """By transformers' type of model, or with it."""
 TINY = dict(zip(NAMES, (256, 64, 96, 2, 4, 2, 16), strict=True))

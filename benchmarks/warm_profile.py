@@ -14,8 +14,6 @@ import cProfile
 import json
 import os
 import pstats
-import subprocess
-import sys
 import tempfile
 import time
 from argparse import Namespace
@@ -23,6 +21,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+
+from benchmarks.fresh_process import run_module
 
 PARTS: Mapping[str, tuple[str, str]] = {
     "imports": ("importlib._bootstrap>", "_find_and_load"),
@@ -71,26 +71,19 @@ def main() -> None:
 
 def _process(given: Namespace, variant: str, folder: str, profile: str) -> dict[str, float]:
     passed = {"row": given.row, "variants": variant, "device": given.device, "one": profile}
-    passed |= {name: value for name in ("layers", "tokens") if (value := getattr(given, name)) is not None}
-    arguments = [f"--{name}={value}" for name, value in passed.items()]
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": os.path.join(folder, "triton")}
-    command = [sys.executable, "-m", "benchmarks.warm_profile", *arguments]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    passed |= {"layers": given.layers, "tokens": given.tokens}
+    done = run_module("benchmarks.warm_profile", passed, folder, captures_errors=False)
+    done.check_returncode()
     found: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
     return found
 
 
 def _first_step(given: Namespace) -> dict[str, float]:
     from benchmarks.compile_time import VARIANTS
-    from benchmarks.compile_time_rows import ROWS
-    from benchmarks.end_to_end_rows import Size
+    from benchmarks.compile_time_rows import ROWS, build
 
     row, options = ROWS[given.row], VARIANTS[given.variants]
-    is_tiny = given.device == "cpu"
-    tokens = given.tokens or (128 if is_tiny else 8192)
-    torch.manual_seed(0)
-    workload = row.build(Size(tokens, tokens, given.layers, is_tiny), given.device, "sdpa")
-    batch = workload.batch(tokens, torch.Generator().manual_seed(0))
+    workload, batch = build(given.row, given.layers, given.tokens, given.device)
     profiler = cProfile.Profile()
     start, cpu = time.perf_counter(), time.process_time()
     if given.one:

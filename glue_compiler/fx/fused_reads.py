@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -42,3 +42,15 @@ def fused_reads(
         if may_inline(key) and len(reads) <= (MOST_READS if readers[key] > 1 else MOST_SUMMED_READS):
             computed_from[key] = reads
     return found, set(computed_from)
+
+
+def last_reads(
+    places: Mapping[Key, int], operands: Callable[[Key], Collection[Key]], may_inline: Callable[[Key], bool]
+) -> tuple[dict[Key, int], set[Key]]:
+    """The place where each memory is read last; and the values that are in no memory.
+
+    Args:
+        places: of what is computed, in order. The rest: as for :func:`fused_reads`.
+    """
+    reads, inlined = fused_reads(list(places), operands, may_inline)
+    return {read: place for place, each in zip(places.values(), reads, strict=True) for read in each}, inlined

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from glue_compiler.fx.device_bytes import bytes_counter
-from glue_compiler.fx.fused_reads import fused_reads, is_pointwise
+from glue_compiler.fx.fused_reads import is_pointwise, last_reads
 from glue_compiler.fx.storage_roots import storage_root
 from glue_compiler.fx.training_pair import TrainingPair
 from glue_compiler.passes.overlap_offload.plan import Region
@@ -110,7 +110,7 @@ def _live_bytes(
 
 def _last_uses(nodes: Sequence[fx.Node], realised: set[fx.Node] | None) -> tuple[dict[fx.Node, int], set[fx.Node]]:
     """The place where each memory is read last, and the values that are in none. ``realised``: None, nothing fuses."""
-    computed = [place for place, node in enumerate(nodes) if storage_root(node) is node]
+    places = {node: place for place, node in enumerate(nodes) if storage_root(node) is node}
 
     def operands(node: fx.Node) -> set[fx.Node]:
         return set(map(storage_root, node.all_input_nodes))
@@ -118,5 +118,4 @@ def _last_uses(nodes: Sequence[fx.Node], realised: set[fx.Node] | None) -> tuple
     def may_inline(node: fx.Node) -> bool:
         return realised is not None and node not in realised and is_pointwise(node)
 
-    reads, inlined = fused_reads([nodes[place] for place in computed], operands, may_inline)
-    return {root: place for place, roots in zip(computed, reads, strict=True) for root in roots}, inlined
+    return last_reads(places, operands, may_inline)

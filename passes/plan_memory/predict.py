@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from glue_compiler.fx.fused_reads import fused_reads
+from glue_compiler.fx.fused_reads import last_reads
 from glue_compiler.ops.device_rates import Rates
 from glue_compiler.passes.plan_memory.choose import Choice
 from glue_compiler.passes.plan_memory.step import Step
@@ -136,7 +136,7 @@ class Predictor:
     def _last_reads(self, order: Sequence[int], choice: Choice) -> tuple[dict[int, int], set[int]]:
         """When each memory is last read; and the values that are in no memory."""
         values = self.step.values
-        computed = [index for index, place in enumerate(order) if values[place].root == place]
+        places = {place: index for index, place in enumerate(order) if values[place].root == place}
 
         def operands(place: int) -> set[int]:
             return {values[read].root for read in values[place].inputs}
@@ -145,9 +145,7 @@ class Predictor:
             stays = place in self.step.realised or place in choice.saved
             return self._fuses and values[place].is_pointwise and not stays
 
-        reads, inlined = fused_reads([order[index] for index in computed], operands, may_inline)
-        last = {root: index for index, roots in zip(computed, reads, strict=True) for root in roots}
-        return last, inlined
+        return last_reads(places, operands, may_inline)
 
     def _segments_in_backward(
         self, order: Sequence[int], again: Collection[int]

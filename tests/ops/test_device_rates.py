@@ -11,8 +11,7 @@ from glue_compiler.ops.measured_book import MeasuredBook
 
 aten = torch.ops.aten
 
-gpu = pytest.mark.gpu
-needs_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="measures calls on a CUDA device")
+pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture
@@ -27,8 +26,6 @@ def matrix(*shape, dtype=torch.bfloat16):
     return Sized(shape, (shape[1], 1), dtype)
 
 
-@gpu
-@needs_card
 def test_a_product_allocates_its_result(book):
     device = torch.device("cuda", 0)
     args = (matrix(1024, 2048), matrix(2048, 512))
@@ -39,8 +36,6 @@ def test_a_product_allocates_its_result(book):
     assert measured_call(aten.mm.default, args, {}, device) == found
 
 
-@gpu
-@needs_card
 def test_what_a_call_takes_for_itself_is_counted(book):
     # a sorted tensor's values, its indices, and what sorting needs beside them
     found = measured_call(aten.sort.default, (Sized((2**20,), (1,), torch.float32),), {}, torch.device("cuda", 0))
@@ -48,8 +43,6 @@ def test_what_a_call_takes_for_itself_is_counted(book):
     assert found.allocated > 2**20 * (4 + 8)
 
 
-@gpu
-@needs_card
 @pytest.mark.parametrize(
     "other", [Sized((4, 4), (4, 1), torch.int64), Sized((0, 4), (4, 1), torch.bfloat16)], ids=["whole numbers", "empty"]
 )
