@@ -25,7 +25,8 @@ variant that ends in ``-layers`` compiles each decoder layer by itself (``layer.
 masks, rotary tables and the loss are eager then, and equal layers share their graphs.
 
 All that is compared is on the device at once: rows of billions of weights need a run of their own (``gpt-oss``: 26 GiB
-for each variant, while it waits; ``qwen3-14b-lora`` and ``qwen3-moe`` 28 to 60).
+for each variant, while it waits; ``qwen3-14b-lora`` and ``qwen3-moe`` 28 to 60). What fails for want of memory is tried
+once more when all others are done.
 
 On a CPU sizes are tiny, to test the code: ``--device cpu --compiler aot_eager``.
 """
@@ -157,7 +158,8 @@ def measure(connection: Connection, schedule: Schedule, caches: str, *which: Any
         )
     except Exception as error:
         failed = f"{type(error).__name__}: {str(error)[:300]}"
-        connection.send({"failed": failed, "trace": traceback.format_exc()[-1500:]})
+        lacks_memory = isinstance(error, torch.OutOfMemoryError) or "ALLOC_FAILED" in str(error)  # cuBLAS has its own
+        connection.send({"failed": failed, "trace": traceback.format_exc()[-1500:], "lacks_memory": lacks_memory})
 
 
 def measure_first(connection: Connection, caches: str, *which: Any) -> None:
@@ -209,16 +211,34 @@ class Running:
 
 
 def run_all(cases: list[tuple[str, str]], arguments: argparse.Namespace, caches: str) -> list[Running]:
-    """Start everything, wait until all have compiled or the limit is over, time one after the other."""
-    start = time.monotonic()
-    found = []
-    for row, variant in cases:
+    """Start everything, wait until all have compiled or the limit is over, time one after the other.
+
+    What has failed for want of memory while others held theirs is started once more then, by itself.
+    """
+    schedule = Schedule(timed=arguments.steps, kinds=(False,) if arguments.fixed else (False, True))
+
+    def started(row: str, variant: str) -> Running:
         which = (row, variant, size_of(row, arguments), arguments.device, arguments.compiler)
-        schedule = Schedule(timed=arguments.steps, kinds=(False,) if arguments.fixed else (False, True))
-        process, pipe = _started(measure, schedule, f"{caches}/{row} {variant}", *which)
-        found.append(Running(row, variant, which, process, pipe))
+        return Running(row, variant, which, *_started(measure, schedule, f"{caches}/{row} {variant}", *which))
+
+    found = [started(row, variant) for row, variant in cases]
+    time_all(found, arguments.limit)
+    for place, each in enumerate(found):
+        if len(found) > 1 and (each.result or {}).get("lacks_memory"):
+            found[place] = started(each.row, each.variant)
+            time_all([found[place]], arguments.limit)
+    if arguments.warm:
+        for each in found:
+            if "failed" not in (each.result or {}):
+                _measure_warm(each, caches, arguments.limit)
+    return found
+
+
+def time_all(found: list[Running], limit: float) -> None:
+    """Wait until these have compiled, or for ``limit`` seconds; then time one after the other."""
+    start = time.monotonic()
     while waiting := [each for each in found if not each.is_ready and each.result is None]:
-        left = start + arguments.limit - time.monotonic()
+        left = start + limit - time.monotonic()
         ready = {id(pipe) for pipe in wait([each.pipe for each in waiting], max(0.0, left))}
         if not ready:
             break
@@ -231,14 +251,9 @@ def run_all(cases: list[tuple[str, str]], arguments: argparse.Namespace, caches:
     for each in found:
         if each.is_ready:
             each.pipe.send(None)
-            each.result = {**(each.result or {}), **each.receive(arguments.limit)}
+            each.result = {**(each.result or {}), **each.receive(limit)}
             _end(each)
             print(json.dumps({"row": each.row, "variant": each.variant, **each.result}), flush=True)
-    if arguments.warm:
-        for each in found:
-            if "failed" not in (each.result or {}):
-                _measure_warm(each, caches, arguments.limit)
-    return found
 
 
 def _started(function: Callable[..., None], *arguments: Any) -> tuple[Any, Connection]:

@@ -1,6 +1,7 @@
 """The whole-step benchmark: its rows and variants, totals that vary, a table in spite of failures."""
 
 import argparse
+import multiprocessing
 from unittest import mock
 
 import pytest
@@ -9,7 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 pytest.importorskip("transformers")
 
-from benchmarks.end_to_end import Running, Timed, Trainer, numbers_of, print_table, size_of
+from benchmarks import end_to_end
+from benchmarks.end_to_end import Running, Timed, Trainer, numbers_of, print_table, run_all, size_of
 from benchmarks.end_to_end_flops import step_flops
 from benchmarks.end_to_end_rows import ROWS, Size
 from benchmarks.end_to_end_table import COLUMNS
@@ -105,6 +107,30 @@ def test_a_variant_that_fails_has_its_reason_in_the_table(capsys):
     assert "no such kernel" in lines[-2]
     cells = dict(zip(COLUMNS, lines[-1].split(" | ")[2:], strict=True))
     assert (cells["fixed_ms"], cells["graphs"], cells["of_peak"], cells["warm_s"]) == ("1.25", "2", "", "")
+
+
+@pytest.mark.parametrize("lacks_memory", [True, False])
+def test_what_lacked_memory_beside_others_is_tried_once_more_alone(lacks_memory, monkeypatch):
+    """The second of two variants fails at first, and a third whenever it runs."""
+    failed = {"failed": "no", "trace": "", "lacks_memory": lacks_memory}
+    messages = {"glue": [[{"ready_s": 1.0}, {"loss": 2.0}]], "flex": [[failed], [{"ready_s": 2.0}, {"loss": 3.0}]]}
+    messages["eager"] = [[failed], [failed]]
+    started = []
+
+    def start(function, schedule, caches, row, variant, *which):
+        started.append(variant)
+        ours, theirs = multiprocessing.Pipe()
+        for message in messages[variant].pop(0):
+            theirs.send(message)
+        messages[f"end of {variant}"] = theirs  # open, as long as the test runs
+        return mock.Mock(), ours
+
+    monkeypatch.setattr(end_to_end, "_started", start)
+    given = of_arguments(steps=1, fixed=True, limit=60.0, warm=False, compiler="inductor")
+    found = run_all([("qwen3-bf16", variant) for variant in ("glue", "flex", "eager")], given, "caches")
+    assert [each.variant for each in found] == ["glue", "flex", "eager"]
+    assert started == ["glue", "flex", "eager"] + (["flex", "eager"] if lacks_memory else [])
+    assert [each.result.get("loss") for each in found] == [2.0, 3.0 if lacks_memory else None, None]
 
 
 def test_numbers_are_of_the_middle_step_and_of_the_last_loss():
