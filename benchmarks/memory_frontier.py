@@ -8,14 +8,14 @@ Rows: ``keep`` (glue, nothing is recomputed but what its compiler fuses), ``indu
 ``knapsack-S`` (Inductor with ``activation_memory_budget=S``), ``checkpoints`` (each layer is checkpointed), ``policy``
 (the same, attention's results saved by a selective policy), ``offload`` (glue, ``offload="checkpoints"``), ``plan-B``
 (glue, no checkpoints, ``memory_budget=B``), ``plan-B-checkpoints`` (the same on a checkpointed model). All but
-``knapsack``, ``inductor``, ``checkpoints`` and ``policy`` run glue. With ``-unshared`` at its end a row of glue's compiles
+``knapsack``, ``inductor``, ``checkpoints`` and ``policy`` run glue; with ``-unshared`` at its end such a row compiles
 each layer by itself.
 
 The model has random frozen weights; LoRA adapters of rank 16 on the query and value projections train, without an
-optimiser. All rows compile side by side, each in a process of its own, which takes the memory of all of them at once, and are timed
-one after the other when all are ready. Columns: milliseconds of a step, median; GiB at the peak; both as planned; bytes moved to the host, kernels that
-are computed again, seconds of planning and of the first step; the largest difference of a gradient of the last step
-from the first row's, relative to that gradient's largest number (what bf16 rounds is some hundredths).
+optimiser. All rows compile side by side, each in a process of its own, and take memory at the same time; they are timed
+one after the other when all are ready. Columns: milliseconds of a step, median; GiB at the peak; both as planned; bytes
+moved to the host, kernels that are computed again, seconds of planning and of the first step; the largest difference of
+a gradient of the last step from the first row's, relative to that gradient's largest number (what bf16 rounds is some hundredths).
 """
 
 from __future__ import annotations
