@@ -15,7 +15,8 @@ The model has random frozen weights; LoRA adapters of rank 16 on the query and v
 optimiser. All rows compile side by side, each in a process of its own, and take memory at the same time; they are timed
 one after the other when all are ready. Columns: milliseconds of a step, median; GiB at the peak; both as planned; bytes
 moved to the host, kernels that are computed again, seconds of planning and of the first step; the largest difference of
-a gradient of the last step from the first row's, relative to that gradient's largest number (what bf16 rounds is some hundredths).
+a gradient of the last step from the first row's, relative to that
+gradient's largest number (what bf16 rounds is some hundredths).
 """
 
 from __future__ import annotations
