@@ -79,6 +79,28 @@ def with_plan(plan, by_layers=False) -> Engine:
     return Engine(prepare, shares=2, dynamic=False, steps=2)
 
 
+def expert_parallel(how, by_layers=False) -> Engine:
+    """transformers' expert parallelism: each rank has half of a layer's experts; both train on one batch."""
+
+    def prepare(model, compiles):
+        from transformers.distributed.expert_parallel import apply_expert_parallelism
+
+        mesh = torch.distributed.init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+        plan = model.config.base_model_ep_plan
+        of_layers = {
+            f"model.{name.replace('*', str(number))}": style
+            for name, style in plan.items()
+            for number in range(len(model.model.layers))
+        }
+        apply_expert_parallelism(model, mesh, mesh, of_layers, how)
+        if by_layers:
+            for layer in model.model.layers:
+                compiles.in_place(layer)
+        return model if by_layers else compiles(model)
+
+    return Engine(prepare, shares=2, dynamic=False, steps=2)
+
+
 def tensor_plan():
     columns = dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ColwiseParallel())
     columns |= dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), ColwiseParallel())
@@ -149,4 +171,8 @@ TENSOR = {
     "sequence, whole": with_plan(sequence_plan),
     "sequence, layers": with_plan(sequence_plan, by_layers=True),
 }
-FAMILIES = {"ddp": DDP, "fsdp": FSDP, "hsdp": HSDP, "tensor": TENSOR}
+EXPERTS = {
+    "all_reduce, layers": expert_parallel("all_reduce", by_layers=True),
+    "all_to_all, whole": expert_parallel("all_to_all"),
+}
+FAMILIES = {"ddp": DDP, "fsdp": FSDP, "hsdp": HSDP, "tensor": TENSOR, "experts": EXPERTS}

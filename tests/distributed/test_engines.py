@@ -63,3 +63,14 @@ def test_tensor_parallel(two_ranks, name):
         assert each.counts.get(PACKED, 0) + each.counts.get(LISTED, 0) > 0
         if name.endswith("whole"):
             assert any("not by a product of rows with a plain weight" in skip for skip in each.skips)
+
+
+@pytest.mark.parametrize("name", engines.EXPERTS)
+def test_expert_parallel(two_ranks, name):
+    """The loops over the experts that a rank has are grouped, the exchange of tokens cuts the graph around them."""
+    pytest.importorskip("transformers.distributed.expert_parallel")
+    for each in trained(two_ranks, "experts", name, "mixtral"):
+        # Two of four experts, in each graph with a loop.
+        assert each.counts["group_experts.experts_grouped"] == 2 * each.counts["group_experts.loops_grouped"] > 0
+        assert each.counts[LISTED] == (1 if name.endswith("layers") else 2)
+        assert (each.counts.get(LOSSES) == 2) == name.endswith("whole")
