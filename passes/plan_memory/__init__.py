@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -17,7 +18,7 @@ from glue_compiler.ops.device_rates import rates_of
 from glue_compiler.passes.overlap_offload.memory import peak_of
 from glue_compiler.passes.plan_memory.costs import Costs
 from glue_compiler.passes.plan_memory.drawing import drawing_of
-from glue_compiler.passes.plan_memory.plan import Plan, plan_memory
+from glue_compiler.passes.plan_memory.plan import SECONDS, Plan, plan_memory
 from glue_compiler.passes.plan_memory.predict import Predictor
 from glue_compiler.passes.plan_memory.step import Step, read_step
 
@@ -33,6 +34,7 @@ MARGIN = 0.97
 
 
 NOT_COUNTED = "the predicted peak is without {count} values, whose sizes are known only when the graph runs"
+NO_TIME = "planning ended when its {seconds:.0f} s were over: the best of the first {count} plans is taken"
 
 
 class PlanMemory(JointPass):
@@ -40,8 +42,8 @@ class PlanMemory(JointPass):
     the host.
 
     Counts, predicted: ``peak`` bytes and ``microseconds`` of a step (``least_microseconds``: of the fastest plan that
-    was looked at, whatever it takes), ``saved_bytes``, of which ``moved_bytes`` are copied, and the number of
-    ``recomputed`` kernels.
+    was looked at, whatever it takes), ``saved_bytes``, of which ``moved_bytes`` are copied, the number of
+    ``recomputed`` kernels, and that of the ``plans`` that were looked at.
 
     Bitwise as long as operators run one by one: a compiler that fuses rounds a tensor that is written out.
     """
@@ -50,15 +52,22 @@ class PlanMemory(JointPass):
     numerics: ClassVar[Numerics] = Numerics.BITWISE
     default: ClassVar[bool] = True
 
-    def __init__(self, moves: bool = True) -> None:
+    def __init__(
+        self, moves: bool = True, seconds: float = SECONDS, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         self.moves = moves
         """May values wait on the host?"""
+        self.seconds, self.clock = seconds, clock
+        """What is best after so many of ``clock``'s seconds is taken."""
 
     def cache_options(self, options: GlueOptions) -> Any:
         return options.budget, self.moves
 
     def simpler(self, report: PassReport) -> PlanMemory | None:
-        return PlanMemory(moves=False) if self.moves and report.counts.get("moved_bytes") else None
+        if not (self.moves and report.counts.get("moved_bytes")):
+            return None
+        left = max(SECONDS / 10, self.seconds - report.milliseconds / 1e3)
+        return PlanMemory(moves=False, seconds=left, clock=self.clock)
 
     def excess(self, pair: TrainingPair, context: PassContext) -> int:
         """Bytes by which the predicted peak of a pair is above the budget."""
@@ -92,10 +101,13 @@ class PlanMemory(JointPass):
         moves = self.moves and not inductor.uses_cuda_graphs(context.options.inductor) and why_no_copies(device) is None
         fuses = context.options.compiler == "inductor"
         movable = _movable(step, nodes) if moves else frozenset()
-        plan = plan_memory(step, rates, int(MARGIN * budget), movable, fuses=fuses)
+        room = int(MARGIN * budget)
+        plan = plan_memory(step, rates, room, movable, fuses=fuses, seconds=self.seconds, clock=self.clock)
         counts = _counts(step, plan)
         unknown = of_unknown_size(joint.graph, context.shape_env)
         skips = (Skip(NOT_COUNTED.format(count=len(unknown)), unknown[0].name),) if unknown else ()
+        if plan.is_cut:
+            skips += (Skip(NO_TIME.format(seconds=self.seconds, count=plan.looked_at)),)
         if not context.fuel.take("keep, recompute and move by plan"):
             return PassResult(changed=False, counts=counts, skips=skips)
         _write(plan, step, nodes)
@@ -147,4 +159,5 @@ def _counts(step: Step, plan: Plan) -> Mapping[str, int]:
         "saved_bytes": sum(step.values[place].nbytes for place in plan.saved),
         "moved_bytes": sum(step.values[place].nbytes for place in plan.moved),
         "recomputed": sum(step.values[place].is_kernel for place in plan.recomputed),
+        "plans": plan.looked_at,
     }

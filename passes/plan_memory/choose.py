@@ -45,6 +45,7 @@ class Chooser:
     segments: Segments
     memory: float
     _cuts: dict[Any, tuple[frozenset[int], frozenset[int]]] = field(default_factory=dict)
+    _at_price: dict[tuple[int, float], tuple[set[int], set[int]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         values = self.step.values
@@ -76,7 +77,10 @@ class Chooser:
         saved: set[int] = set()
         recomputed: set[int] = set()
         for number in self._members:
-            kept, again = self._cut(number, prices.get(number, default))
+            price = prices.get(number, default)
+            if (number, price) not in self._at_price:
+                self._at_price[number, price] = self._cut(number, price)
+            kept, again = self._at_price[number, price]
             saved |= kept
             recomputed |= again
         return Choice(frozenset(saved), frozenset(recomputed - saved))

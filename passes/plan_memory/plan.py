@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Collection, Iterator, Mapping
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -15,6 +17,8 @@ from glue_compiler.passes.plan_memory.step import Step
 
 SPLITS = 6
 """So many times the border between segments of two prices is moved by half of what is left."""
+SECONDS = 10.0
+"""For so long plans are looked for. What is under way then is finished."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +30,8 @@ class Plan:
         recomputed: backward computes them again.
         segments: by place, the segment of each.
         seconds, peak: of a step, predicted; bytes of the device.
-        least_seconds: no choice of these segmentations and prices is faster at any budget.
+        least_seconds: no plan that was looked at is faster, at any budget.
+        looked_at: how many that were; ``is_cut``: there was no time for the others.
     """
 
     saved: frozenset[int]
@@ -35,21 +40,42 @@ class Plan:
     segments: Mapping[int, int]
     seconds: float
     peak: int
-    least_seconds: float
+    least_seconds: float = math.inf
+    looked_at: int = 1
+    is_cut: bool = False
 
 
-def plan_memory(step: Step, rates: Rates, budget: int, may_move: Collection[int], *, fuses: bool = True) -> Plan:
+def plan_memory(
+    step: Step,
+    rates: Rates,
+    budget: int,
+    may_move: Collection[int],
+    *,
+    fuses: bool = True,
+    seconds: float = SECONDS,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Plan:
     """The fastest plan found whose predicted peak is at most ``budget``; if there is none, the one of the lowest peak.
 
     Every segment pays a price for what it saves: for each price the choice is exact (a minimum cut). Between
     two prices, one of which fits, segments up to some border pay the higher one: the later ones' values are needed
     first in backward, so theirs are kept.
+
+    Args:
+        seconds: by ``clock``; what is best then is taken. One plan is always made, and the first ones are those that
+            save least.
     """
-    plans = list(_plans(step, rates, budget, may_move, fuses))
+    end = clock() + seconds
+    plans: list[Plan] = []
+    is_cut = False
+    for plan in _plans(step, rates, budget, may_move, fuses):
+        plans.append(plan)
+        if is_cut := clock() >= end:
+            break
     least = min(plan.seconds for plan in plans)
     fitting = [plan for plan in plans if plan.peak <= budget]
     best = min(fitting, key=_by_time) if fitting else min(plans, key=lambda plan: (plan.peak, plan.seconds))
-    return Plan(best.saved, best.moved, best.recomputed, best.segments, best.seconds, best.peak, least)
+    return dataclasses.replace(best, least_seconds=least, looked_at=len(plans), is_cut=is_cut)
 
 
 def _by_time(plan: Plan) -> tuple[float, int]:
@@ -58,41 +84,46 @@ def _by_time(plan: Plan) -> tuple[float, int]:
 
 @dataclass(frozen=True)
 class _Planner:
-    """Plans over one way to cut the forward into segments."""
+    """Plans over one way to cut the forward into segments. ``moves``: may values wait on the host?"""
 
     chooser: Chooser
     predictor: Predictor
+    moves: bool
 
-    def plan(self, prices: Mapping[int, float], default: float, moves: bool) -> Plan:
+    def plan(self, prices: Mapping[int, float], default: float) -> Plan:
         """Segments pay ``prices``, those without one ``default``."""
         choice = self.chooser.choose(prices, default)
-        found = self.predictor.predict(choice, moves)
-        home = self.chooser.home
-        return Plan(choice.saved, found.moved, choice.recomputed, home, found.seconds, found.peak, math.inf)
+        found = self.predictor.predict(choice, self.moves)
+        return Plan(choice.saved, found.moved, choice.recomputed, self.chooser.home, found.seconds, found.peak)
 
-    def between(self, price: float, higher: float, moves: bool, budget: int) -> Iterator[Plan]:
+    def between(self, price: float, higher: float, budget: int) -> Iterator[Plan]:
         """The fewest segments, from the first on, pay the higher price that make the rest fit: by halving."""
         fits, over = max(self.chooser.home.values(), default=0) + 1, 0
         for _ in range(SPLITS):
             middle = (fits + over) // 2
             if middle in (fits, over):
                 return
-            found = self.plan(dict.fromkeys(range(middle), higher), price, moves)
+            found = self.plan(dict.fromkeys(range(middle), higher), price)
             yield found
             fits, over = (middle, over) if found.peak <= budget else (fits, middle)
 
 
 def _plans(step: Step, rates: Rates, budget: int, may_move: Collection[int], fuses: bool) -> Iterator[Plan]:
     prices = _prices(step, rates)
+    planners = []
     for segments in segmentations(step):
         chooser = Chooser(step, segments, rates.memory)
-        planner = _Planner(chooser, Predictor(step, chooser.home, rates, may_move, fuses=fuses))
-        for moves in (False, True) if may_move else (False,):
-            at_price = {price: planner.plan({}, price, moves) for price in prices}
-            yield from at_price.values()
-            for price, higher in pairwise(prices):
-                if at_price[price].peak > budget >= at_price[higher].peak:
-                    yield from planner.between(price, higher, moves, budget)
+        predictor = Predictor(step, chooser.home, rates, may_move, fuses=fuses)
+        planners += [_Planner(chooser, predictor, moves) for moves in ((False, True) if may_move else (False,))]
+        yield planners[-1].plan({}, prices[-1])  # if there is no time for more: what takes little memory
+    for planner in planners:
+        at_price = {}
+        for price in reversed(prices):
+            at_price[price] = planner.plan({}, price)
+            yield at_price[price]
+        for price, higher in pairwise(prices):
+            if at_price[price].peak > budget >= at_price[higher].peak:
+                yield from planner.between(price, higher, budget)
 
 
 def _prices(step: Step, rates: Rates) -> list[float]:

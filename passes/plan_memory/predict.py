@@ -39,6 +39,22 @@ class Prediction:
     moved: frozenset[int]
 
 
+@dataclass(frozen=True)
+class _Backward:
+    """What backward computes for a choice.
+
+    Attributes:
+        order: places; first: of each memory, where in ``order`` it is read first; again: what is recomputed after all.
+        begins: by segment, where in ``order`` its backward begins, as far as it reads its values; duration: seconds.
+    """
+
+    order: Sequence[int]
+    first: Mapping[int, int]
+    again: Collection[int]
+    begins: Mapping[int, int]
+    duration: Mapping[int, float]
+
+
 class Predictor:
     """Predicts choices over one step.
 
@@ -53,6 +69,13 @@ class Predictor:
     ) -> None:
         self.step, self.home, self.rates = step, home, rates
         self._may_move, self._fuses = set(may_move), fuses
+        self._seconds = [
+            value.seconds if value.is_kernel or place in step.realised else 0.0
+            for place, value in enumerate(step.values)
+        ]
+        self._operands = [frozenset(step.values[read].root for read in value.inputs) for value in step.values]
+        self._orders: dict[Choice, _Backward] = {}
+        self._predicted: dict[tuple[Choice, frozenset[int]], Prediction] = {}
         self._backward = [place for place, value in enumerate(step.values) if value.is_backward]
         self._forward_index = {place: index for index, place in enumerate(step.forward)}
         segments = sorted(set(home.values()) | {0})
@@ -61,31 +84,36 @@ class Predictor:
         self._time_of_forward = dict.fromkeys(segments, 0.0)
         for place in step.forward:
             if place in home:
-                self._time_of_forward[home[place]] += self._cost(place)
-        self._base_seconds = sum(self._cost(place) for place in (*step.forward, *self._backward))
+                self._time_of_forward[home[place]] += self._seconds[place]
+        self._base_seconds = sum(self._seconds[place] for place in (*step.forward, *self._backward))
 
     def predict(self, choice: Choice, moves: bool) -> Prediction:
         """``moves``: may values wait on the host, as many as are copied while others compute?"""
-        order, first, again = self._order_of_backward(choice)
-        begins, duration = self._segments_in_backward(order, again)
-        moved = self._moved(choice, duration, first) if moves else frozenset()
-        extra = sum(self._cost(place) for place in again)
+        back = self._order_of_backward(choice)
+        moved = self._moved(choice, back) if moves else frozenset()
+        key = choice, moved
+        if key not in self._predicted:
+            self._predicted[key] = Prediction(self._time(choice, moved, back), self._peak(choice, moved, back), moved)
+        return self._predicted[key]
+
+    def _time(self, choice: Choice, moved: Collection[int], back: _Backward) -> float:
+        extra = sum(self._seconds[place] for place in back.again)
         written = sum(self.step.values[p].nbytes for p in choice.saved if p not in self.step.realised)
         copied = sum(self.step.values[place].nbytes for place in moved)
         read = sum(self.step.values[p].nbytes for p in choice.saved)
         traffic = (written + read) / self.rates.memory
-        seconds = self._base_seconds + extra + traffic + MOVING * 2 * copied / self.rates.link
-        ahead = self._lives_in_forward(choice, moved)
-        back = self._lives_in_backward(choice, moved, order, first, begins)
-        most = max(*self._total(ahead, self.step.forward), *self._total(back, order), 0)
-        return Prediction(seconds, self.step.input_bytes + most, moved)
+        return self._base_seconds + extra + traffic + MOVING * 2 * copied / self.rates.link
+
+    def _peak(self, choice: Choice, moved: Collection[int], back: _Backward) -> int:
+        ahead = self._total(self._lives_in_forward(choice, moved), self.step.forward)
+        behind = self._total(self._lives_in_backward(choice, moved, back), back.order)
+        return self.step.input_bytes + max(*ahead, *behind, 0)
 
     def lives(self, choice: Choice, moved: Collection[int]) -> tuple[Lives, Lives, Sequence[int], Sequence[int]]:
         """By value, from where to where it is on the device, in forward and in backward; and the order of both."""
-        order, first, again = self._order_of_backward(choice)
-        begins, _ = self._segments_in_backward(order, again)
-        back = self._lives_in_backward(choice, moved, order, first, begins)
-        return self._lives_in_forward(choice, moved), back, self.step.forward, order
+        back = self._order_of_backward(choice)
+        lives = self._lives_in_backward(choice, moved, back)
+        return self._lives_in_forward(choice, moved), lives, self.step.forward, back.order
 
     def _total(self, lives: Lives, order: Sequence[int]) -> list[int]:
         """Bytes at each place of ``order``."""
@@ -95,10 +123,6 @@ class Predictor:
             changes[over + 1] -= nbytes
         alive = list(accumulate(changes))[:-1]
         return [held + self.step.values[place].scratch for held, place in zip(alive, order, strict=True)] or [0]
-
-    def _cost(self, place: int) -> float:
-        value = self.step.values[place]
-        return value.seconds if value.is_kernel or place in self.step.realised else 0.0
 
     def _forward_ends(self, segments: Sequence[int]) -> dict[int, int]:
         """By segment, the place in the forward's order behind its last value."""
@@ -111,9 +135,14 @@ class Predictor:
             ends[number] = max(ends.get(number, 0), ends.get(before, 0))
         return ends
 
-    def _order_of_backward(self, choice: Choice) -> tuple[list[int], dict[int, int], list[int]]:
-        """Backward's order, with what is recomputed in front of its first reader; when each memory is first read; and
-        what is recomputed after all."""
+    def _order_of_backward(self, choice: Choice) -> _Backward:
+        if choice not in self._orders:
+            order, first, again = self._ordered(choice)
+            self._orders[choice] = _Backward(order, first, again, *self._segments_in_backward(order))
+        return self._orders[choice]
+
+    def _ordered(self, choice: Choice) -> tuple[list[int], dict[int, int], list[int]]:
+        """What is recomputed stands in front of its first reader."""
         values, order, done = self.step.values, [], set(choice.saved)
         again: list[int] = []
         for place in self._backward:
@@ -121,7 +150,7 @@ class Predictor:
             waiting = list(values[place].inputs)
             while waiting:
                 read = waiting.pop()
-                if not (values[read].is_backward or values[read].is_input or read in done or read in needed):
+                if not (read in done or read in needed or values[read].is_backward or values[read].is_input):
                     needed.add(read)
                     waiting += values[read].inputs
             order += [*sorted(needed), place]
@@ -129,7 +158,7 @@ class Predictor:
             done |= needed
         first: dict[int, int] = {}
         for index, place in enumerate(order):
-            for root in {values[read].root for read in values[place].inputs}:
+            for root in self._operands[place]:
                 first.setdefault(root, index)
         return order, first, again
 
@@ -138,18 +167,13 @@ class Predictor:
         values = self.step.values
         places = {place: index for index, place in enumerate(order) if values[place].root == place}
 
-        def operands(place: int) -> set[int]:
-            return {values[read].root for read in values[place].inputs}
-
         def may_inline(place: int) -> bool:
             stays = place in self.step.realised or place in choice.saved
             return self._fuses and values[place].is_pointwise and not stays
 
-        return last_reads(places, operands, may_inline)
+        return last_reads(places, self._operands.__getitem__, may_inline)
 
-    def _segments_in_backward(
-        self, order: Sequence[int], again: Collection[int]
-    ) -> tuple[dict[int, int], dict[int, float]]:
+    def _segments_in_backward(self, order: Sequence[int]) -> tuple[dict[int, int], dict[int, float]]:
         """By segment, where its backward begins in ``order`` (as far as it reads its values), and its seconds."""
         begins: dict[int, int] = {}
         for index, place in enumerate(order):
@@ -157,23 +181,23 @@ class Predictor:
                 if read in self.home:
                     begins.setdefault(self.home[read], index)
         marks = sorted((index, number) for number, index in begins.items())
-        times = [0.0, *accumulate(self._cost(place) for place in order)]
+        times = [0.0, *accumulate(self._seconds[place] for place in order)]
         duration = {}
         for (start, number), (end, _) in zip(marks, [*marks[1:], (len(order), -1)], strict=True):
             duration[number] = times[end] - times[start]
         return begins, duration
 
-    def _moved(self, choice: Choice, duration: Mapping[int, float], first: Mapping[int, int]) -> frozenset[int]:
+    def _moved(self, choice: Choice, back: _Backward) -> frozenset[int]:
         """In each segment but the last, as much as is copied out and back while its neighbour computes."""
         by_segment: dict[int, list[int]] = {}
         for place in choice.saved & self._may_move:
-            if self.step.values[place].nbytes >= LEAST * self.rates.link and place in first:
+            if self.step.values[place].nbytes >= LEAST * self.rates.link and place in back.first:
                 by_segment.setdefault(self.home[place], []).append(place)
         moved: set[int] = set()
         for number, places in by_segment.items():
             if number >= self._last_segment - 1:
                 continue
-            seconds = min(self._time_of_forward.get(number + 1, 0.0), duration.get(number + 1, 0.0))
+            seconds = min(self._time_of_forward.get(number + 1, 0.0), back.duration.get(number + 1, 0.0))
             room = HIDDEN * seconds * self.rates.link
             for place in sorted(places, key=lambda p: (-self.step.values[p].nbytes, p)):
                 if self.step.values[place].nbytes <= room:
@@ -199,21 +223,14 @@ class Predictor:
             lives.append((place, at, over, counts))
         return self._on_the_device(list(self.step.forward), lives)
 
-    def _lives_in_backward(
-        self,
-        choice: Choice,
-        moved: Collection[int],
-        order: Sequence[int],
-        first: Mapping[int, int],
-        begins: Mapping[int, int],
-    ) -> Lives:
-        values = self.step.values
+    def _lives_in_backward(self, choice: Choice, moved: Collection[int], back: _Backward) -> Lives:
+        values, order = self.step.values, back.order
         last, inlined = self._last_reads(order, choice)
         lives = []
         for place in choice.saved:
             if place in last and values[place].nbytes:
-                start = begins.get(self.home[place] + 1, 0) if place in moved else 0
-                lives.append((place, min(start, first[place]), last[place], True))
+                start = back.begins.get(self.home[place] + 1, 0) if place in moved else 0
+                lives.append((place, min(start, back.first[place]), last[place], True))
         kept = {values[place].root for place in self.step.gradients}
         for at, place in enumerate(order):
             if values[place].nbytes and place not in choice.saved and place not in inlined:

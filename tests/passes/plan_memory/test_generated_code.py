@@ -123,7 +123,7 @@ def all_of_it_moves(monkeypatch):
     monkeypatch.setattr(plan_memory.PlanMemory, "excess", lambda self, pair, context: 0)
     own = plan_memory.plan_memory
 
-    def keep_and_move(step, rates, budget, may_move, *, fuses):
+    def keep_and_move(step, rates, budget, may_move, *, fuses, **_):
         peak = own(step, rates, 2**60, frozenset(), fuses=fuses).peak
         plans = (own(step, rates, int(share * peak), may_move, fuses=fuses) for share in (0.9, 0.8, 0.7, 0.6, 0.5))
         return max(plans, key=lambda plan: len(plan.moved))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
 
 import pytest
@@ -10,11 +11,14 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from glue_compiler import registry
 from glue_compiler.errors import GlueWarning
 from glue_compiler.fx import joint_graphs
+from glue_compiler.graph_pass import Numerics, Stage
 from glue_compiler.ops.device_rates import Rates
 from glue_compiler.passes import plan_memory
 from glue_compiler.passes.plan_memory import predict
+from glue_compiler.pipeline import PassReport
 from tests.captured import compile_with_glue
 from tests.passes.overlap_offload.models import Block, Blocks, equal, step
 
@@ -197,3 +201,23 @@ def test_a_budget_alone_asks_for_a_plan(budget, passes):
     run.call(x).sum().backward()
     made = [report.name for report in run.report.passes if report.name == "plan_memory"]
     assert bool(made) == (budget is not None and not passes)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 4.0])
+def test_where_planning_has_no_time_left_the_report_says_so(seconds, monkeypatch):
+    (own,) = (each for each in registry.all_passes() if each.name == "plan_memory")
+    ticks = itertools.count()
+    monkeypatch.setattr(own, "clock", lambda: seconds * next(ticks))
+    found, run = planned(Plain(3), torch.randn(64, 16), memory_budget=2**40)
+    assert (found.counts["plans"] == 3) == bool(seconds)
+    told = [reason for reason in run.skip_reasons if "planning ended when its 10 s were over" in reason]
+    assert len(told) == bool(seconds)
+
+
+@pytest.mark.parametrize(("took", "left"), [(2.0, 8.0), (9.9, 1.0), (30.0, 1.0)])
+def test_a_simpler_plan_has_the_time_that_the_first_one_left(took, left):
+    clock = itertools.count().__next__
+    report = PassReport("plan_memory", Stage.JOINT, Numerics.BITWISE, True, {"moved_bytes": 1}, milliseconds=took * 1e3)
+    simpler = plan_memory.PlanMemory(clock=clock).simpler(report)
+    assert (simpler.moves, simpler.clock, simpler.seconds) == (False, clock, pytest.approx(left))
+    assert simpler.simpler(report) is None

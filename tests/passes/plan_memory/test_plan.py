@@ -231,3 +231,52 @@ def test_what_a_kernel_takes_for_itself_counts_while_it_runs():
     found = Predictor(heavy, one.home, RATES, ()).predict(choice, moves=False)
     assert 2**30 < found.peak < light.peak + 2**30
     assert found.seconds == light.seconds
+
+
+class Clock:
+    """Of each look at it, a second passes."""
+
+    def __init__(self):
+        self.seconds = 0.0
+
+    def __call__(self):
+        self.seconds += 1.0
+        return self.seconds
+
+
+@pytest.mark.parametrize("seconds", [0, 1, 3, 10])
+def test_planning_ends_when_its_time_is_over(seconds):
+    step = chain(10)
+    clock = Clock()
+    plan = plan_memory(step, RATES, 40 * MIB, frozenset(), seconds=seconds, clock=clock)
+    assert plan.is_cut
+    assert plan.looked_at == max(1, seconds)
+    assert clock.seconds == 1 + max(1, seconds)
+
+
+def test_with_time_enough_all_plans_are_looked_at():
+    step = chain(10)
+    plan = plan_memory(step, RATES, 40 * MIB, frozenset(), seconds=1e6, clock=Clock())
+    assert not plan.is_cut
+    assert plan.looked_at > 20
+    assert plan == plan_memory(step, RATES, 40 * MIB, frozenset(), seconds=1e9)
+
+
+def test_the_first_plans_are_those_of_the_least_memory():
+    """So that what fits is found, however little time there is."""
+    step = chain(10)
+    tightest = min(
+        plan_memory(step, RATES, 1, frozenset(), seconds=count, clock=Clock()).peak
+        for count in range(1, 1 + len(list(segmentations(step))))
+    )
+    assert tightest <= plan_memory(step, RATES, 24 * MIB, frozenset()).peak
+
+
+def test_a_choice_is_predicted_once(monkeypatch):
+    """Prices differ where choices do not, and what moves nothing is what may not move."""
+    seen = []
+    own = Predictor._peak
+    monkeypatch.setattr(Predictor, "_peak", lambda self, *how: seen.append((id(self), how[:2])) or own(self, *how))
+    movable = frozenset(range(len(chain(10).values)))
+    plan = plan_memory(chain(10, product_seconds=1e-6), RATES, 40 * MIB, movable)
+    assert len(seen) == len(set(seen)) < plan.looked_at / 2
