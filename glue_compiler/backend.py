@@ -20,6 +20,7 @@ from glue_compiler.handoff import HandOff, hand_off, hand_off_in_parts
 from glue_compiler.memory_budget import in_bytes
 from glue_compiler.options import GlueOptions, extra_passes_in, parse_options
 from glue_compiler.pipeline import Pipeline
+from glue_compiler.replan.replanner import Replanner
 from glue_compiler.report.session import Session
 
 
@@ -39,6 +40,7 @@ class GlueBackend:
         self.frames: WeakSet[CodeType] = WeakSet()
         """The code objects that were compiled with this backend."""
         self.rewrites = RewriteCounter()
+        self.replanner = Replanner(self.frames)
 
     def __call__(
         self,
@@ -51,9 +53,11 @@ class GlueBackend:
     ) -> Callable[..., Any]:
         compat.warn_if_untested()
         pipeline = self._pipeline_for({"mode": mode, "options": options})
-        pipeline = pipeline.with_options(in_bytes(pipeline.options, example_inputs))
+        asked = pipeline.options.memory_budget
+        options, planned = self.replanner.graph(gm, in_bytes(pipeline.options, example_inputs), asked)
+        pipeline = pipeline.with_options(options)
         capture.check_leaves(gm)
-        observer = watchers.watch(pipeline.options, self._session_for(pipeline.options))
+        observer = watchers.watch(options, self._session_for(options), planned)
         with self.rewrites.undone_on_error():
             reports = pipeline.run(gm, Stage.CAPTURED, observer)
             # Before anything is compiled: the frame is then converted again without the assumption.
@@ -99,6 +103,7 @@ class GlueBackend:
 
         engine.release()
         self.rewrites.reset()
+        self.replanner.reset()
 
     def begin_frame(self, stored: Mapping[str, Any], code: CodeType) -> bool:
         pipeline = self._pipeline_for(stored)  # wrong options and contracts are errors before anything is traced

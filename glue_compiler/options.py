@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 
 from glue_compiler import accelerate_backend, compat
 from glue_compiler.errors import GlueOptionError, GlueWarning, unknown_name
+from glue_compiler.replan import correction
 
 Compiler = Literal["inductor", "aot_eager"]
 Kernels = Literal["all", "torch"]
@@ -66,6 +67,7 @@ class GlueOptions:
         verify: check every call of a compiled graph, forward and backward, against its graph from before glue.
         extra_passes: passes of the user's own: objects, classes, or names as ``"module:Class"``.
         inductor: Inductor's own options (from ``mode=`` and from the keys of ``options=`` that Inductor knows).
+        correction: what first steps have shown about the budget; no user sets it.
     """
 
     compiler: Compiler = "inductor"
@@ -84,18 +86,20 @@ class GlueOptions:
     verify: bool = False
     extra_passes: tuple[Any, ...] = ()
     inductor: Mapping[str, Any] = field(default_factory=dict)
+    correction: correction.Correction = correction.NONE
 
     @property
     def budget(self) -> int | None:
-        """``memory_budget`` as passes read it: in bytes, as ``memory_budget.in_bytes`` has made it."""
+        """``memory_budget`` as passes read it: in bytes, as ``memory_budget.in_bytes`` has made it, less what a
+        :class:`~glue_compiler.replan.correction.Correction` takes off."""
         assert self.memory_budget is None or isinstance(self.memory_budget, int)
-        return self.memory_budget
+        return None if self.memory_budget is None else max(0, self.memory_budget - self.correction.taken)
 
     def is_enabled(self, name: str, default: bool) -> bool:
         return self.passes.get(name, default)
 
 
-OWN_KEYS = tuple(f.name for f in fields(GlueOptions) if f.name != "inductor")
+OWN_KEYS = tuple(f.name for f in fields(GlueOptions) if f.name not in ("inductor", "correction"))
 
 
 def parse_options(

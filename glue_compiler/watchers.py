@@ -5,6 +5,7 @@ from __future__ import annotations
 from glue_compiler import compat
 from glue_compiler.observer import Observer, Observers
 from glue_compiler.options import GlueOptions
+from glue_compiler.replan.replanner import PlannedGraph
 from glue_compiler.report.observers import GraphObserver, ReportObserver
 from glue_compiler.report.progress import ProgressLine, terminal
 from glue_compiler.report.session import Session, session_for
@@ -17,8 +18,8 @@ def session_of(options: GlueOptions, default: Session) -> Session:
     return default if default.keeps or options.dump is None else session_for(options.dump)
 
 
-def watch(options: GlueOptions, session: Session) -> Observer:
-    """The observers of one graph."""
+def watch(options: GlueOptions, session: Session, planned: PlannedGraph | None = None) -> Observer:
+    """The observers of one graph; ``planned``: one more, that tells the others' report what it finds."""
     reporting = ReportObserver(session)
     found: list[Observer] = [reporting]
     if session.folder is not None or compat.trace_is_on():
@@ -27,6 +28,9 @@ def watch(options: GlueOptions, session: Session) -> Observer:
         found.append(ProgressLine(stream))
     if options.budget is not None and (session.keeps or session.folder is not None):
         found.append(StepMeter(reporting.report, session))
+    if planned is not None:
+        planned.report_to(reporting.report, session)
+        found.append(planned)
     if options.verify:
         found.append(GraphCheck(reporting.report, options, session.folder))
     return Observers(*found)

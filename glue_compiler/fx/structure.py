@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable
+from collections.abc import Callable, Collection, Hashable
 from typing import Any
 
 import sympy
@@ -12,21 +12,28 @@ from torch import fx
 from glue_compiler.fx.values import Symbolic, expression, value_of
 
 
-def structure_of(graph: fx.Graph, asserts: Collection[fx.Node] = ()) -> Hashable:
+def _itself(node: fx.Node) -> Hashable:
+    return node
+
+
+def structure_of(
+    graph: fx.Graph, asserts: Collection[fx.Node] = (), attributes: Callable[[fx.Node], Hashable] = _itself
+) -> Hashable:
     """Operators, constants and results' dtypes, devices and shapes in order; names and sources are no part of it.
 
     Two graphs with one structure, called on equal inputs, give equal results, if both call functions that depend on
-    their arguments alone. Symbols are numbered in order of appearance. An attribute is equal to none.
+    their arguments alone. Symbols are numbered in order of appearance.
 
     Args:
         asserts: nodes of which only the first argument counts: what is checked, and not the message.
+        attributes: what stands for an attribute; by default its node, which is equal to none.
     """
-    return _Describer(asserts).graph(graph)
+    return _Describer(asserts, attributes).graph(graph)
 
 
 class _Describer:
-    def __init__(self, asserts: Collection[fx.Node]) -> None:
-        self.asserts = asserts
+    def __init__(self, asserts: Collection[fx.Node], attributes: Callable[[fx.Node], Hashable]) -> None:
+        self.asserts, self.attributes = asserts, attributes
         self.nodes: dict[fx.Node, int] = {}
         self.symbols: dict[sympy.Symbol, sympy.Symbol] = {}
 
@@ -34,7 +41,8 @@ class _Describer:
         described = []
         for node in graph.nodes:
             self.nodes[node] = len(self.nodes)
-            target = {"placeholder": None, "output": None, "get_attr": node}.get(node.op, node.target)
+            target = self.attributes(node) if node.op == "get_attr" else node.target
+            target = None if node.op in ("placeholder", "output") else target
             arguments = node.args[:1] if node in self.asserts else (node.args, node.kwargs)
             described.append((node.op, target, self._of(arguments), self._of(value_of(node))))
         return tuple(described)

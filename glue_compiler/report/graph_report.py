@@ -38,6 +38,8 @@ class GraphReport:
     host_syncs: list[HostSync] = field(default_factory=list)
     measured: list[dict[str, Any]] = field(default_factory=list)
     """What the first steps took, where a pass predicts it (``step_meter.MeasuredStep``)."""
+    replan: str | None = None
+    """Why it is planned again, with what was seen; or why not, where it should be."""
     id: int = 0
 
     def as_json(self) -> dict[str, Any]:
@@ -50,6 +52,7 @@ class GraphReport:
             "host_syncs": [vars(sync) for sync in self.host_syncs],
             "passes": [_pass_as_json(p) for p in self.passes],
             "measured": list(self.measured),
+            "replan": self.replan,
         }
 
 

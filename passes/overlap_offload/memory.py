@@ -82,6 +82,14 @@ def peak_of(
     return sum(map(nbytes, inputs)) + most
 
 
+def kept_bytes(pair: TrainingPair, shape_env: object) -> int:
+    """What a pair's forward leaves on the device for its backward, beside its inputs."""
+    inputs = pair.forward.graph.find_nodes(op="placeholder")
+    nbytes = bytes_counter(inputs, shape_env)
+    there = {storage_root(node) for node in inputs}
+    return sum(nbytes(root) for root in {storage_root(node) for node in pair.saved if not _is_host(node)} - there)
+
+
 def _is_host(node: fx.Node) -> bool:
     makes = node.target in (torch.ops.glue.offload_start.default, torch.ops.glue.offload_wait.default)
     return makes or any(user.target is torch.ops.glue.reload_start.default for user in node.users)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from glue_compiler.compat import inductor
+from glue_compiler.errors import GlueWarning
 from glue_compiler.fx import joint_graphs
 from glue_compiler.fx.device_bytes import device_of, of_unknown_size
 from glue_compiler.fx.values import is_in_order, is_plain, value_of
 from glue_compiler.graph_pass import JointPass, Numerics, PassContext, PassResult, Skip
 from glue_compiler.ops.copy_engine import why_no_copies
 from glue_compiler.ops.device_rates import rates_of
-from glue_compiler.passes.overlap_offload.memory import peak_of
+from glue_compiler.passes.overlap_offload.memory import kept_bytes, peak_of
 from glue_compiler.passes.plan_memory.costs import Costs
 from glue_compiler.passes.plan_memory.drawing import drawing_of
 from glue_compiler.passes.plan_memory.plan import SECONDS, Plan, plan_memory
@@ -41,9 +43,9 @@ class PlanMemory(JointPass):
     """With ``memory_budget``, decide for every value that backward needs: keep it, compute it again, or let it wait on
     the host.
 
-    Counts, predicted: ``peak`` bytes and ``microseconds`` of a step (``least_microseconds``: of the fastest plan that
-    was looked at, whatever it takes), ``saved_bytes``, of which ``moved_bytes`` are copied, the number of
-    ``recomputed`` kernels, and that of the ``plans`` that were looked at.
+    Counts, predicted: ``peak`` bytes and ``microseconds`` of a step; ``least_peak`` and ``least_microseconds``: of any
+    plan that was looked at; ``saved_bytes``, of which ``moved_bytes`` are copied; the number of ``recomputed`` kernels,
+    and that of the ``plans`` that were looked at.
 
     Bitwise as long as operators run one by one: a compiler that fuses rounds a tensor that is written out.
     """
@@ -61,7 +63,7 @@ class PlanMemory(JointPass):
         """What is best after so many of ``clock``'s seconds is taken."""
 
     def cache_options(self, options: GlueOptions) -> Any:
-        return options.budget, self.moves
+        return options.budget, options.correction.calls, options.correction.is_least, self.moves
 
     def simpler(self, report: PassReport) -> PlanMemory | None:
         if not (self.moves and report.counts.get("moved_bytes")):
@@ -83,6 +85,9 @@ class PlanMemory(JointPass):
             only_realised=context.options.compiler == "inductor",
             scratch=lambda node: costs.of(node, context.shape_env).scratch,
         )
+        correction = context.options.correction
+        if correction.is_measured and not correction.is_least:  # else the calls are a guess, and too many
+            peak += (correction.calls - 1) * kept_bytes(pair, context.shape_env)
         return max(0, peak - budget)
 
     def wants_joint(self, graph: fx.GraphModule, options: GlueOptions) -> bool:
@@ -101,19 +106,39 @@ class PlanMemory(JointPass):
         moves = self.moves and not inductor.uses_cuda_graphs(context.options.inductor) and why_no_copies(device) is None
         fuses = context.options.compiler == "inductor"
         movable = _movable(step, nodes) if moves else frozenset()
-        room = int(MARGIN * budget)
-        plan = plan_memory(step, rates, room, movable, fuses=fuses, seconds=self.seconds, clock=self.clock)
+        correction = context.options.correction
+        room = 0 if correction.is_least else int(MARGIN * budget)
+        waiting = correction.calls - 1
+        plan = plan_memory(
+            step, rates, room, movable, fuses=fuses, waiting=waiting, seconds=self.seconds, clock=self.clock
+        )
         counts = _counts(step, plan)
         unknown = of_unknown_size(joint.graph, context.shape_env)
         skips = (Skip(NOT_COUNTED.format(count=len(unknown)), unknown[0].name),) if unknown else ()
         if plan.is_cut:
             skips += (Skip(NO_TIME.format(seconds=self.seconds, count=plan.looked_at)),)
+        if correction.is_measured:
+            skips += (Skip(f"planned again: {correction.told}"),)
+        if correction.is_measured and not correction.is_least:
+            skips += _over_budget(plan.held(waiting), budget, correction.calls)
         if not context.fuel.take("keep, recompute and move by plan"):
             return PassResult(changed=False, counts=counts, skips=skips)
         _write(plan, step, nodes)
         predictor = Predictor(step, plan.segments, rates, movable, fuses=fuses)
         drawing = drawing_of(plan, step, predictor, budget)
         return PassResult(changed=True, counts=counts, skips=skips, drawing=drawing)
+
+
+def _over_budget(held: int, budget: int, calls: int) -> tuple[Skip, ...]:
+    """Of several calls; that one alone does not fit is told when its copies are made."""
+    if calls == 1 or held <= budget:
+        return ()
+    reason = (
+        f"the memory_budget cannot be kept: {calls} calls that wait for their backward hold {held / 2**30:.2f} GiB, "
+        f"and {budget / 2**30:.2f} GiB are left for them. A shorter sequence or a smaller batch lower it."
+    )
+    warnings.warn(f"glue: {reason}", GlueWarning, stacklevel=2)
+    return (Skip(reason),)
 
 
 def _movable(step: Step, nodes: list[fx.Node]) -> frozenset[int]:
@@ -156,6 +181,7 @@ def _counts(step: Step, plan: Plan) -> Mapping[str, int]:
         "peak": plan.peak,
         "microseconds": round(plan.seconds * 1e6),
         "least_microseconds": round(plan.least_seconds * 1e6),
+        "least_peak": plan.least_peak,
         "saved_bytes": sum(step.values[place].nbytes for place in plan.saved),
         "moved_bytes": sum(step.values[place].nbytes for place in plan.moved),
         "recomputed": sum(step.values[place].is_kernel for place in plan.recomputed),

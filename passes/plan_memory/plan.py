@@ -29,8 +29,8 @@ class Plan:
         saved: the forward keeps them for backward; of these, ``moved`` wait on the host.
         recomputed: backward computes them again.
         segments: by place, the segment of each.
-        seconds, peak: of a step, predicted; bytes of the device.
-        least_seconds: no plan that was looked at is faster, at any budget.
+        seconds, peak: of a step, predicted; bytes of the device. kept: of these, what waits there for backward.
+        least_seconds: no plan that was looked at is faster, at any budget. least_peak: none takes less.
         looked_at: how many that were; ``is_cut``: there was no time for the others.
     """
 
@@ -40,9 +40,15 @@ class Plan:
     segments: Mapping[int, int]
     seconds: float
     peak: int
+    kept: int = 0
     least_seconds: float = math.inf
+    least_peak: int = 0
     looked_at: int = 1
     is_cut: bool = False
+
+    def held(self, waiting: int) -> int:
+        """The peak, where so many other calls of graphs that keep as much wait for their backward."""
+        return self.peak + waiting * self.kept
 
 
 def plan_memory(
@@ -52,6 +58,7 @@ def plan_memory(
     may_move: Collection[int],
     *,
     fuses: bool = True,
+    waiting: int = 0,
     seconds: float = SECONDS,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Plan:
@@ -62,20 +69,22 @@ def plan_memory(
     first in backward, so theirs are kept.
 
     Args:
+        waiting: so many other calls hold what a plan keeps, and this counts in its peak.
         seconds: by ``clock``; what is best then is taken. One plan is always made, and the first ones are those that
             save least.
     """
     end = clock() + seconds
     plans: list[Plan] = []
     is_cut = False
-    for plan in _plans(step, rates, budget, may_move, fuses):
+    for plan in _plans(step, rates, budget, may_move, fuses, waiting):
         plans.append(plan)
         if is_cut := clock() >= end:
             break
     least = min(plan.seconds for plan in plans)
-    fitting = [plan for plan in plans if plan.peak <= budget]
-    best = min(fitting, key=_by_time) if fitting else min(plans, key=lambda plan: (plan.peak, plan.seconds))
-    return dataclasses.replace(best, least_seconds=least, looked_at=len(plans), is_cut=is_cut)
+    fitting = [plan for plan in plans if plan.held(waiting) <= budget]
+    best = min(fitting, key=_by_time) if fitting else min(plans, key=lambda plan: (plan.held(waiting), plan.seconds))
+    lowest = min(plan.peak for plan in plans)
+    return dataclasses.replace(best, least_seconds=least, least_peak=lowest, looked_at=len(plans), is_cut=is_cut)
 
 
 def _by_time(plan: Plan) -> tuple[float, int]:
@@ -84,17 +93,21 @@ def _by_time(plan: Plan) -> tuple[float, int]:
 
 @dataclass(frozen=True)
 class _Planner:
-    """Plans over one way to cut the forward into segments. ``moves``: may values wait on the host?"""
+    """Plans over one way to cut the forward into segments. ``moves``: may values wait on the host?
+    ``waiting``: as for :func:`plan_memory`."""
 
     chooser: Chooser
     predictor: Predictor
     moves: bool
+    waiting: int
 
     def plan(self, prices: Mapping[int, float], default: float) -> Plan:
         """Segments pay ``prices``, those without one ``default``."""
         choice = self.chooser.choose(prices, default)
         found = self.predictor.predict(choice, self.moves)
-        return Plan(choice.saved, found.moved, choice.recomputed, self.chooser.home, found.seconds, found.peak)
+        values = self.chooser.step.values
+        kept = sum(values[place].nbytes for place in choice.saved - found.moved)
+        return Plan(choice.saved, found.moved, choice.recomputed, self.chooser.home, found.seconds, found.peak, kept)
 
     def between(self, price: float, higher: float, budget: int) -> Iterator[Plan]:
         """The fewest segments, from the first on, pay the higher price that make the rest fit: by halving."""
@@ -105,16 +118,20 @@ class _Planner:
                 return
             found = self.plan(dict.fromkeys(range(middle), higher), price)
             yield found
-            fits, over = (middle, over) if found.peak <= budget else (fits, middle)
+            fits, over = (middle, over) if found.held(self.waiting) <= budget else (fits, middle)
 
 
-def _plans(step: Step, rates: Rates, budget: int, may_move: Collection[int], fuses: bool) -> Iterator[Plan]:
+def _plans(
+    step: Step, rates: Rates, budget: int, may_move: Collection[int], fuses: bool, waiting: int
+) -> Iterator[Plan]:
     prices = _prices(step, rates)
     planners = []
     for segments in segmentations(step):
         chooser = Chooser(step, segments, rates.memory)
         predictor = Predictor(step, chooser.home, rates, may_move, fuses=fuses)
-        planners += [_Planner(chooser, predictor, moves) for moves in ((False, True) if may_move else (False,))]
+        planners += [
+            _Planner(chooser, predictor, moves, waiting) for moves in ((False, True) if may_move else (False,))
+        ]
         yield planners[-1].plan({}, prices[-1])  # if there is no time for more: what takes little memory
     for planner in planners:
         at_price = {}
@@ -122,7 +139,7 @@ def _plans(step: Step, rates: Rates, budget: int, may_move: Collection[int], fus
             at_price[price] = planner.plan({}, price)
             yield at_price[price]
         for price, higher in pairwise(prices):
-            if at_price[price].peak > budget >= at_price[higher].peak:
+            if at_price[price].held(waiting) > budget >= at_price[higher].held(waiting):
                 yield from planner.between(price, higher, budget)
 
 

@@ -1,0 +1,290 @@
+"""Follows the first steps of planned graphs, and has Dynamo compile those again whose plans do not serve."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Collection, Iterable
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves
+
+from glue_compiler import compat
+from glue_compiler.compat import recompile, runtime, saved_tensor_hooks, storages
+from glue_compiler.fx import bodies
+from glue_compiler.fx.device_bytes import device_of
+from glue_compiler.fx.structure import structure_of
+from glue_compiler.fx.values import is_plain, tensors_in, value_of
+from glue_compiler.observer import Call, Observer
+from glue_compiler.options import GlueOptions
+from glue_compiler.pipeline import PassReport
+from glue_compiler.replan.correction import GUESS, Correction
+from glue_compiler.replan.decision import Asked, Predicted, after_out_of_memory, correction_for, error_of
+from glue_compiler.replan.device_steps import DeviceSteps, DoneStep, Held
+from glue_compiler.report.graph_report import GraphReport
+from glue_compiler.report.session import Session
+
+log = logging.getLogger(__name__)
+
+FIRST, LAST = 2, 3
+"""Steps from whose facts a plan may be made again. In the first one optimisers have no state yet."""
+MOST_CALLS = 1000
+"""Of a graph that no step is made of: it is followed no longer."""
+RANKS = "this is one of several ranks, and plans would differ between them"
+HOOKS = "it is called under hooks on saved tensors: what a checkpoint calls again must save what the first call saved"
+
+
+class Replanner:
+    """Of one backend. Threads may call its graphs at once; their calls are then counted together.
+
+    Args:
+        codes: the code objects that the backend compiles.
+        mark: what a device holds now. kinds: of the devices that can tell.
+    """
+
+    def __init__(
+        self,
+        codes: Iterable[CodeType],
+        mark: Callable[[torch.device], Held] = Held.now,
+        kinds: Collection[str] = ("cuda",),
+    ) -> None:
+        self._codes, self._mark, self._kinds = codes, mark, kinds
+        self._lock = threading.RLock()
+        self._corrections: dict[str, Correction] = {}
+        self._devices: dict[torch.device, DeviceSteps] = {}
+        self._followed: weakref.WeakSet[PlannedGraph] = weakref.WeakSet()
+        self._compiles = 0
+
+    def reset(self) -> None:
+        with self._lock:
+            self._corrections.clear()
+            self._devices.clear()
+            self._followed.clear()
+
+    def graph(self, gm: fx.GraphModule, options: GlueOptions, asked: object) -> tuple[GlueOptions, PlannedGraph | None]:
+        """The options to compile ``gm`` with, and its follower, if there is something to follow.
+
+        Args:
+            options: with a budget in bytes. asked: the budget as the user wrote it.
+        """
+        with self._lock:
+            self._compiles += 1
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        device = device_of(placeholders)
+        compile_id = compat.current_compile_id()
+        if not options.budget or device is None or device.type not in self._kinds or not torch.is_grad_enabled():
+            return options, None
+        if runtime.backward_id() is not None:  # a checkpoint calls again, and at once takes what that keeps
+            return options, None
+        # What compares runs, or counts rewrites, wants one compile.
+        is_alone = options.verify or options.fuel is not None
+        if compile_id is None or is_alone or not options.is_enabled("plan_memory", default=True):
+            return options, None
+        key = _key_of(gm, options)
+        with self._lock:
+            correction = self._corrections.get(key)
+            if correction is not None:
+                return dataclasses.replace(options, correction=correction), None
+            if _is_in_the_middle(placeholders) and _why_not() is None:
+                options = dataclasses.replace(options, correction=GUESS)
+            besides = max(0, self._mark(device).allocated) if asked == "auto" else 0
+            graph = PlannedGraph(self, key, compile_id, options, asked == "auto", besides)
+            self._followed.add(graph)
+        return options, graph
+
+    def begin(self, graph: PlannedGraph, args: tuple[Any, ...]) -> tuple[torch.device, int] | None:
+        """A call of ``graph`` begins: what :meth:`ended` is to be told, or None if it does not count."""
+        if not self._followed or not torch.is_grad_enabled():
+            return None
+        graph.is_hooked |= saved_tensor_hooks.are_active()
+        if runtime.in_dispatch_mode():
+            return None
+        tensors = [value for value in args if isinstance(value, torch.Tensor) and is_plain(value)]
+        device = next((tensor.device for tensor in tensors if tensor.device.type in self._kinds), None)
+        if device is None:
+            return None
+        with self._lock:
+            if device not in self._devices:
+                self._devices[device] = DeviceSteps(lambda: self._mark(device))
+            steps = self._devices[device]
+            if steps.is_quiet and runtime.backward_id() is None:
+                self._judge_all(steps.done(self._compiles))
+                steps.start(self._compiles)
+            graph.calls += 1
+            if graph.calls > MOST_CALLS:
+                self._followed.discard(graph)
+            holds = not saved_tensor_hooks.are_active()
+            number = steps.called(graph, _bytes_of(tensors, device), graph.kept, holds=holds)
+        return None if number is None else (device, number)
+
+    def wait(self, call: tuple[torch.device, int], results: Any) -> None:
+        """The call has returned ``results``: it waits for their backward, if there is to be one."""
+        node = next((r.grad_fn for r in tree_leaves(results) if isinstance(r, torch.Tensor) and r.grad_fn), None)
+        if node is None:
+            self.ended(call, has_run=False)
+            return
+        waits = _Waits(self, call)
+        weakref.finalize(waits, self.ended, call, has_run=False).atexit = False
+        node.register_hook(waits.finish)
+
+    def ended(self, call: tuple[torch.device, int], *, has_run: bool) -> None:
+        device, number = call
+        with self._lock:
+            if device in self._devices:
+                self._devices[device].ended(number, has_run=has_run)
+
+    def _judge_all(self, step: DoneStep | None) -> None:
+        for graph in list(self._followed) if step is not None else ():
+            if graph in step.inputs:
+                self._judge(graph, step)
+
+    def _judge(self, graph: PlannedGraph, step: DoneStep) -> None:
+        asked = graph.asked(step.inputs[graph])
+        if step.ran_out:
+            self._plan_again(graph, after_out_of_memory(step.facts.calls))
+            return
+        graph.steps += 1
+        if not step.is_whole:
+            return
+        graph.error = max(graph.error, error_of(step.facts, asked))
+        if graph.steps < FIRST:
+            return
+        correction = correction_for(step.facts, asked, graph.error)
+        if correction is not None:
+            self._plan_again(graph, correction)
+        elif graph.steps >= LAST:
+            self._followed.discard(graph)
+
+    def _plan_again(self, graph: PlannedGraph, correction: Correction) -> None:
+        """The frame is compiled again at its next call: this one goes on with the plan that it has."""
+        self._followed.discard(graph)
+        reason = HOOKS if graph.is_hooked else _why_not()
+        if reason is None:
+            text = "glue plans its memory again"
+            reason = recompile.forget_compiled_graph(list(self._codes), graph.compile_id, text)
+        if reason is None:
+            self._corrections[graph.key] = correction
+            graph.tell(f"{correction.told}; it is planned again at its next call")
+        else:
+            graph.tell(f"{correction.told}; it is not planned again: {reason}")
+
+
+class _Waits:
+    """Held by the autograd node of a call: as long as it lives, there may be a backward."""
+
+    def __init__(self, replanner: Replanner, call: tuple[torch.device, int]) -> None:
+        self.replanner, self.call = replanner, call
+
+    def finish(self, *_: Any) -> None:
+        self.replanner.ended(self.call, has_run=True)
+
+
+class PlannedGraph(Observer):
+    """One compiled graph, until it is known whether its plan serves."""
+
+    name = "replanner"
+
+    def __init__(
+        self, replanner: Replanner, key: str, compile_id: str, options: GlueOptions, is_auto: bool, held: int
+    ) -> None:
+        self.key, self.compile_id = key, compile_id
+        self.steps, self.calls, self.error = 0, 0, 0
+        self.is_hooked = False  # has a call been made under hooks on saved tensors?
+        self._replanner, self._options, self._is_auto = replanner, options, is_auto
+        self._held = held  # on the device when it was compiled
+        self._predicted: Predicted | None = None
+        self._report: GraphReport | None = None
+        self._session: Session | None = None
+
+    def report_to(self, report: GraphReport, session: Session) -> None:
+        self._report, self._session = report, session
+
+    @property
+    def kept(self) -> int:
+        return self._predicted.kept if self._predicted is not None else 0
+
+    def asked(self, inputs: int) -> Asked:
+        budget = self._options.budget
+        assert budget is not None
+        return Asked(
+            budget,
+            inputs,
+            is_auto=self._is_auto,
+            besides=max(0, self._held - inputs) if self._is_auto else 0,
+            is_guess=self._options.correction is GUESS,
+            predicted=self._predicted,
+        )
+
+    def marked(self, report: PassReport) -> None:
+        if report.changed and "least_microseconds" in report.counts:
+            counts = report.counts
+            self._predicted = Predicted(
+                counts["peak"],
+                counts["saved_bytes"] - counts["moved_bytes"],
+                counts["microseconds"] <= counts["least_microseconds"],
+                counts["peak"] <= counts["least_peak"],
+            )
+
+    def compiled(self, call: Call) -> Call:
+        return _Followed(call, self, self._replanner)
+
+    def tell(self, text: str) -> None:
+        log.info("%s", text)
+        if self._report is not None and self._session is not None:
+            self._report.replan = text
+            self._session.show(self._report, [])
+
+
+class _Followed:
+    """A compiled graph whose first steps are followed."""
+
+    def __init__(self, call: Call, graph: PlannedGraph, replanner: Replanner) -> None:
+        self.call, self.graph, self.replanner = call, graph, replanner
+
+    def __call__(self, *args: Any) -> Any:
+        waiting = self.replanner.begin(self.graph, args)
+        if waiting is None:
+            return self.call(*args)
+        try:
+            results = self.call(*args)
+        except BaseException:
+            self.replanner.ended(waiting, has_run=False)
+            raise
+        self.replanner.wait(waiting, results)
+        return results
+
+
+def _is_in_the_middle(placeholders: Collection[fx.Node]) -> bool:
+    """Does an input need a gradient that is no parameter? What runs before waits for its backward then, too."""
+    values = [tensor for node in placeholders for tensor in tensors_in(value_of(node))]
+    return any(value.requires_grad and not isinstance(value, torch.nn.Parameter) for value in values)
+
+
+def _why_not() -> str | None:
+    """Why no graph is planned again; nor is one planned for a guess, which would last."""
+    if recompile.several_ranks():
+        return RANKS
+    if saved_tensor_hooks.are_active():
+        return HOOKS
+    return None if recompile.RECOMPILE.is_available() else "this torch is not known well enough"
+
+
+def _key_of(gm: fx.GraphModule, options: GlueOptions) -> str:
+    """What the graph computes and how it is compiled: no names, for a second compile may give others."""
+    graphs = [structure_of(module.graph, attributes=lambda _: "attribute") for module in bodies.graph_modules(gm)]
+    inputs = [tensor for node in gm.graph.find_nodes(op="placeholder") for tensor in tensors_in(value_of(node))]
+    gradients = [tensor.requires_grad for tensor in inputs]
+    asked = options.memory_budget, options.compiler, sorted(options.passes.items()), sorted(options.inductor.items())
+    return hashlib.sha256(repr((graphs, gradients, asked)).encode()).hexdigest()
+
+
+def _bytes_of(tensors: Collection[torch.Tensor], device: torch.device) -> int:
+    """Of memory on ``device``, each piece once."""
+    found = {storages.identity(t): t.untyped_storage().nbytes() for t in tensors if t.device == device}
+    return sum(found.values())

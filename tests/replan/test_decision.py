@@ -1,0 +1,149 @@
+"""What is decided from what a device showed: plain data."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from glue_compiler.replan.correction import GUESSED_CALLS
+from glue_compiler.replan.decision import (
+    Asked,
+    Predicted,
+    StepFacts,
+    after_out_of_memory,
+    correction_for,
+    error_of,
+)
+from glue_compiler.replan.device_steps import DeviceSteps, Held
+
+GIB = 2**30
+PLAN = Predicted(peak=10 * GIB, kept=6 * GIB, is_fastest=False, is_smallest=False)
+ASKED = Asked(budget=12 * GIB, inputs=2 * GIB, predicted=PLAN)
+
+
+def facts(peak, before=2 * GIB, **how):
+    given = {"base": before, "calls": 1, "before": before, "kept": 0, "peak": peak, "is_exact": True}
+    return StepFacts(**{**given, **how})
+
+
+@pytest.mark.parametrize(("share", "misses"), [(1.0, False), (1.02, False), (1.04, True)])
+def test_three_percent_of_the_budget_are_tolerated(share, misses):
+    step = facts(int(share * ASKED.budget))
+    found = correction_for(step, ASKED, error_of(step, ASKED))
+    assert (found is not None) == misses
+    if found is not None:
+        assert found.calls == 1
+        assert found.taken == step.peak - PLAN.peak  # nothing else is there: all is the prediction's error
+        assert found.is_measured
+
+
+def test_what_else_is_there_is_taken_off_and_is_no_error():
+    step = facts(13 * GIB, before=5 * GIB)  # 3 GiB beside the inputs, and the 10 that are predicted
+    assert error_of(step, ASKED) == 0
+    assert correction_for(step, ASKED, 0).taken == 3 * GIB
+
+
+def test_a_peak_that_did_not_grow_is_at_most_that():
+    step = facts(100 * GIB, is_exact=False)
+    assert error_of(step, ASKED) == 0
+    assert correction_for(step, ASKED, 0) is None
+    # What was seen wrong in an earlier step is wrong here, too.
+    assert correction_for(step, ASKED, 3 * GIB).taken == 3 * GIB
+    # And what lies there counts without a peak.
+    assert correction_for(dataclasses.replace(step, before=6 * GIB), ASKED, 0).taken == 4 * GIB
+
+
+def test_a_plan_that_came_from_a_cache_is_judged_by_its_peak_alone():
+    asked = dataclasses.replace(ASKED, predicted=None)
+    assert correction_for(facts(11 * GIB), asked, 0) is None
+    assert correction_for(facts(14 * GIB), asked, 0).taken == 2 * GIB
+    assert correction_for(facts(100 * GIB, is_exact=False), asked, 0) is None
+
+
+def test_the_smallest_plan_is_not_made_again():
+    smallest = dataclasses.replace(ASKED, predicted=dataclasses.replace(PLAN, is_smallest=True))
+    assert correction_for(facts(20 * GIB), smallest, 0) is None
+    # Of several calls another one may keep less.
+    assert correction_for(facts(20 * GIB, calls=2), smallest, 0) is not None
+
+
+def test_auto_leaves_out_what_is_there_when_it_is_asked_again():
+    asked = dataclasses.replace(ASKED, is_auto=True, besides=GIB)
+    assert correction_for(facts(13 * GIB, before=3 * GIB), asked, 0) is None  # as it was when it was compiled
+    assert correction_for(facts(16 * GIB, before=6 * GIB), asked, 0).taken == 0  # an optimiser's state
+    kept_by_others = facts(16 * GIB, before=6 * GIB, base=3 * GIB)
+    assert correction_for(kept_by_others, asked, 0).taken == 3 * GIB
+
+
+def test_a_guess_is_replaced_by_what_was_seen():
+    asked = dataclasses.replace(ASKED, is_guess=True)
+    plan = dataclasses.replace(PLAN, peak=3 * GIB, kept=GIB // 8)
+    asked = dataclasses.replace(asked, predicted=plan)
+    step = facts(8 * GIB, base=3 * GIB, before=7 * GIB, calls=8, kept=7 * GIB // 8)
+    found = correction_for(step, asked, 0)
+    assert found.calls == 8
+    assert found.taken == 7 * GIB - 7 * GIB // 8 - 2 * GIB
+    fastest = dataclasses.replace(asked, predicted=dataclasses.replace(plan, is_fastest=True))
+    assert correction_for(step, fastest, 0) is None
+
+
+def test_after_a_failure_the_least_is_taken():
+    found = after_out_of_memory(3)
+    assert (found.calls, found.is_least, found.is_measured) == (GUESSED_CALLS, True, True)
+    assert after_out_of_memory(500).calls == 500
+
+
+class Marks:
+    def __init__(self):
+        self.held = Held(0, 0, 0)
+
+    def __call__(self):
+        return self.held
+
+
+def test_a_step_counts_the_calls_that_hold_and_what_is_there_then():
+    marks = Marks()
+    steps = DeviceSteps(marks)
+    marks.held = Held(10, 10, 0)
+    steps.start(compiles=1)
+    first = steps.called("a", inputs=1, kept=4)
+    marks.held = Held(16, 16, 0)
+    dropped = steps.called("a", inputs=1, kept=4, holds=False)
+    second = steps.called("b", inputs=2, kept=5)
+    marks.held = Held(30, 40, 0)
+    for number in (second, dropped, first, first):
+        assert not steps.is_quiet or number == first
+        steps.ended(number, has_run=True)
+    done = steps.done(compiles=1)
+    assert done.facts == StepFacts(base=10, calls=2, before=16, kept=4, peak=40, is_exact=True)
+    assert done.inputs == {"a": 1, "b": 2}
+    assert (done.is_whole, done.ran_out) == (True, False)
+    assert steps.done(compiles=1) is None
+
+
+def test_a_step_with_a_compile_is_none_to_judge_by():
+    steps = DeviceSteps(Marks())
+    steps.start(compiles=1)
+    steps.ended(steps.called("a", 0, 0), has_run=True)
+    assert not steps.done(compiles=2).is_whole
+
+
+def test_forwards_alone_are_no_step():
+    steps = DeviceSteps(Marks())
+    steps.start(compiles=0)
+    steps.ended(steps.called("a", 0, 0), has_run=False)
+    assert steps.done(compiles=0) is None
+    assert steps.called("a", 0, 0) is None  # none has begun
+
+
+@pytest.mark.parametrize(("failures", "has_run", "ran_out"), [(1, False, True), (0, False, False), (1, True, False)])
+def test_a_failure_counts_where_a_call_has_no_backward(failures, has_run, ran_out):
+    marks = Marks()
+    steps = DeviceSteps(marks)
+    steps.start(compiles=0)
+    number = steps.called("a", 0, 0)
+    marks.held = Held(0, 0, failures)
+    steps.ended(number, has_run=has_run)
+    done = steps.done(compiles=0)
+    assert (done is not None and done.ran_out) == ran_out
