@@ -54,10 +54,10 @@ class GlueBackend:
         compat.warn_if_untested()
         pipeline = self._pipeline_for({"mode": mode, "options": options})
         asked = pipeline.options.memory_budget
-        options, planned = self.replanner.graph(gm, in_bytes(pipeline.options, example_inputs), asked)
-        pipeline = pipeline.with_options(options)
+        corrected, planned = self.replanner.graph(gm, in_bytes(pipeline.options, example_inputs), asked)
+        pipeline = pipeline.with_options(corrected)
         capture.check_leaves(gm)
-        observer = watchers.watch(options, self._session_for(options), planned)
+        observer = watchers.watch(corrected, self._session_for(corrected), planned)
         with self.rewrites.undone_on_error():
             reports = pipeline.run(gm, Stage.CAPTURED, observer)
             # Before anything is compiled: the frame is then converted again without the assumption.

@@ -17,6 +17,7 @@ RECOMPILE = Feature(
         "torch._C._dynamo.eval_frame:_CacheEntry.compile_id": ANY,
         "torch._C._dynamo.eval_frame:_CacheEntry.guard_manager": ANY,
         "torch._C._dynamo.eval_frame:_ExtraState.invalidate": ANY,
+        "torch._dynamo.config:compiled_autograd": ANY,
         "torch._dynamo.config:error_on_recompile": ANY,
         "torch._dynamo.config:recompile_limit": ANY,
         "torch._dynamo.eval_frame:_stance": ANY,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 
 
@@ -24,6 +26,12 @@ def backward_id() -> int | None:
     """A number for each run of autograd's engine; None in threads that it does not run in."""
     task = torch._C._current_graph_task_id()
     return None if task < 0 else task
+
+
+def backward_is_compiled() -> bool:
+    """Does torch compile whatever autograd runs (``torch._dynamo.config.compiled_autograd``)?"""
+    found = sys.modules.get("torch._dynamo.compiled_autograd")
+    return bool(torch._dynamo.config.compiled_autograd or getattr(found, "compiled_autograd_enabled", False))
 
 
 def stream_id(device: torch.device) -> int:

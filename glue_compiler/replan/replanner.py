@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import logging
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable
 from types import CodeType
@@ -17,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from glue_compiler import compat
 from glue_compiler.compat import recompile, runtime, saved_tensor_hooks, storages
+from glue_compiler.errors import GlueWarning
 from glue_compiler.fx import bodies
 from glue_compiler.fx.device_bytes import device_of
 from glue_compiler.fx.structure import structure_of
@@ -80,13 +82,15 @@ class Replanner:
         compile_id = compat.current_compile_id()
         if not options.budget or device is None or device.type not in self._kinds or not torch.is_grad_enabled():
             return options, None
-        if runtime.backward_id() is not None:  # a checkpoint calls again, and at once takes what that keeps
+        # A checkpoint that calls again in backward takes at once what is kept. And a backward that is compiled as a
+        # whole would be compiled for each call's hook.
+        if runtime.backward_id() is not None or runtime.backward_is_compiled():
             return options, None
         # What compares runs, or counts rewrites, wants one compile.
         is_alone = options.verify or options.fuel is not None
         if compile_id is None or is_alone or not options.is_enabled("plan_memory", default=True):
             return options, None
-        key = _key_of(gm, options)
+        key = _key_of(gm, options, asked)
         with self._lock:
             correction = self._corrections.get(key)
             if correction is not None:
@@ -102,6 +106,18 @@ class Replanner:
         """A call of ``graph`` begins: what :meth:`ended` is to be told, or None if it does not count."""
         if not self._followed or not torch.is_grad_enabled():
             return None
+        try:
+            return self._begin(graph, args)
+        except Exception as error:  # no step ends because its memory could not be looked at
+            self._followed.clear()
+            warnings.warn(
+                f"glue follows the memory of steps no longer ({type(error).__name__}: {error}); plans stay as they are",
+                GlueWarning,
+                stacklevel=3,
+            )
+            return None
+
+    def _begin(self, graph: PlannedGraph, args: tuple[Any, ...]) -> tuple[torch.device, int] | None:
         graph.is_hooked |= saved_tensor_hooks.are_active()
         if runtime.in_dispatch_mode():
             return None
@@ -114,6 +130,7 @@ class Replanner:
                 self._devices[device] = DeviceSteps(lambda: self._mark(device))
             steps = self._devices[device]
             if steps.is_quiet and runtime.backward_id() is None:
+                # This call goes on with the plan that it has.
                 self._judge_all(steps.done(self._compiles))
                 steps.start(self._compiles)
             graph.calls += 1
@@ -140,9 +157,10 @@ class Replanner:
                 self._devices[device].ended(number, has_run=has_run)
 
     def _judge_all(self, step: DoneStep | None) -> None:
-        for graph in list(self._followed) if step is not None else ():
-            if graph in step.inputs:
-                self._judge(graph, step)
+        if step is not None:
+            for graph in list(self._followed):
+                if graph in step.inputs:
+                    self._judge(graph, step)
 
     def _judge(self, graph: PlannedGraph, step: DoneStep) -> None:
         asked = graph.asked(step.inputs[graph])
@@ -162,7 +180,7 @@ class Replanner:
             self._followed.discard(graph)
 
     def _plan_again(self, graph: PlannedGraph, correction: Correction) -> None:
-        """The frame is compiled again at its next call: this one goes on with the plan that it has."""
+        """Have the frame compiled again at its next call, unless there is a reason not to; tell."""
         self._followed.discard(graph)
         reason = HOOKS if graph.is_hooked else _why_not()
         if reason is None:
@@ -275,12 +293,15 @@ def _why_not() -> str | None:
     return None if recompile.RECOMPILE.is_available() else "this torch is not known well enough"
 
 
-def _key_of(gm: fx.GraphModule, options: GlueOptions) -> str:
-    """What the graph computes and how it is compiled: no names, for a second compile may give others."""
+def _key_of(gm: fx.GraphModule, options: GlueOptions, budget: object) -> str:
+    """What the graph computes and how it is compiled: no names, for a second compile may give others.
+
+    ``budget``: as the user wrote it; in bytes ``"auto"`` is another one each time.
+    """
     graphs = [structure_of(module.graph, attributes=lambda _: "attribute") for module in bodies.graph_modules(gm)]
     inputs = [tensor for node in gm.graph.find_nodes(op="placeholder") for tensor in tensors_in(value_of(node))]
     gradients = [tensor.requires_grad for tensor in inputs]
-    asked = options.memory_budget, options.compiler, sorted(options.passes.items()), sorted(options.inductor.items())
+    asked = budget, options.compiler, sorted(options.passes.items()), sorted(options.inductor.items())
     return hashlib.sha256(repr((graphs, gradients, asked)).encode()).hexdigest()
 
 

@@ -114,13 +114,14 @@ class PlanMemory(JointPass):
         )
         counts = _counts(step, plan)
         unknown = of_unknown_size(joint.graph, context.shape_env)
-        skips = (Skip(NOT_COUNTED.format(count=len(unknown)), unknown[0].name),) if unknown else ()
+        told = [Skip(NOT_COUNTED.format(count=len(unknown)), unknown[0].name)] if unknown else []
         if plan.is_cut:
-            skips += (Skip(NO_TIME.format(seconds=self.seconds, count=plan.looked_at)),)
+            told.append(Skip(NO_TIME.format(seconds=self.seconds, count=plan.looked_at)))
         if correction.is_measured:
-            skips += (Skip(f"planned again: {correction.told}"),)
+            told.append(Skip(f"planned again: {correction.told}"))
         if correction.is_measured and not correction.is_least:
-            skips += _over_budget(plan.held(waiting), budget, correction.calls)
+            told += _over_budget(plan.held(waiting), budget, correction.calls)
+        skips = tuple(told)
         if not context.fuel.take("keep, recompute and move by plan"):
             return PassResult(changed=False, counts=counts, skips=skips)
         _write(plan, step, nodes)
@@ -129,16 +130,16 @@ class PlanMemory(JointPass):
         return PassResult(changed=True, counts=counts, skips=skips, drawing=drawing)
 
 
-def _over_budget(held: int, budget: int, calls: int) -> tuple[Skip, ...]:
+def _over_budget(held: int, budget: int, calls: int) -> list[Skip]:
     """Of several calls; that one alone does not fit is told when its copies are made."""
     if calls == 1 or held <= budget:
-        return ()
+        return []
     reason = (
         f"the memory_budget cannot be kept: {calls} calls that wait for their backward hold {held / 2**30:.2f} GiB, "
         f"and {budget / 2**30:.2f} GiB are left for them. A shorter sequence or a smaller batch lower it."
     )
     warnings.warn(f"glue: {reason}", GlueWarning, stacklevel=2)
-    return (Skip(reason),)
+    return [Skip(reason)]
 
 
 def _movable(step: Step, nodes: list[fx.Node]) -> frozenset[int]:

@@ -291,6 +291,31 @@ def test_a_graph_of_no_step_is_followed_for_a_while(monkeypatch):
     assert not run.backend.replanner._followed
 
 
+def test_a_device_that_cannot_be_asked_ends_no_step(monkeypatch):
+    device, run, model, call, x = planned_for()
+    expected = results(model, model, x)
+    results(call, model, x)
+
+    def fail(_):
+        raise RuntimeError("no such device")
+
+    monkeypatch.setattr(device, "mark", fail)
+    monkeypatch.setattr(run.backend.replanner, "_mark", fail)
+    with pytest.warns(match="follows the memory of steps no longer"):
+        assert equal(results(call, model, x), expected)
+    assert equal(results(call, model, x), expected)
+    assert not run.backend.replanner._followed
+
+
+def test_where_the_backward_is_compiled_as_a_whole_nothing_is_followed():
+    """It would be compiled again for each call's hook."""
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        _, run, _, call, x = planned_for()
+        call(x)
+    assert not run.backend.replanner._followed
+    assert len(run.plans) == 1
+
+
 def test_reset_forgets():
     device, run, model, call, x = planned_for()
     for step in range(4):
