@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import linecache
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any
 from unittest import mock
 
 import torch
 
+from glue_compiler import backend
 from glue_compiler.ops.device_rates import Rates
 from glue_compiler.passes import plan_memory, tile_rows
+from glue_compiler.replan import replanner
+from glue_compiler.replan.device_steps import Held
+from glue_compiler.replan.replanner import Replanner
 from glue_compiler.testing.captures import Capture, compile_and_keep
 from glue_compiler.testing.fuzz import harness
 from glue_compiler.testing.fuzz.process_state import ProcessState
@@ -112,7 +118,9 @@ def verdict(program: Program, expected: Mapping[str, Any] | None = None, off: tu
     with clean_dynamo(), small_steps_count():
         actual = harness.observe(module, wrap)
         found = Verdict(harness.differences(module, dict(expected), actual) + state.differences())
-        for report in (p for run in kept for graph in run.session.graphs for p in graph.passes):
+        graphs = [graph for run in kept for graph in run.session.graphs]
+        found.fired |= {"replan": count} if (count := sum(graph.replan is not None for graph in graphs)) else {}
+        for report in (p for graph in graphs for p in graph.passes):
             if report.changed:
                 found.fired[report.name] = found.fired.get(report.name, 0) + max(1, len(report.rewrites))
             elif report.skips:
@@ -141,11 +149,22 @@ def clean_dynamo() -> Iterator[None]:
 
 @contextlib.contextmanager
 def small_steps_count() -> Iterator[None]:
-    """Small tensors move too, for compute counts as so slow that it hides any copy, and few rows go into tiles."""
+    """Small tensors move too, for compute counts as so slow that it hides any copy, few rows go into tiles, and steps
+    take more memory each time, so that plans are made again."""
     slow = Rates(flops=1e3, memory=1e3, link=1e4)
+    marks = itertools.count()
+
+    def held(_: torch.device) -> Held:
+        return Held(0, int(1.7 ** next(marks)), 0)
+
+    def follow(codes: Iterable[CodeType]) -> Replanner:
+        return Replanner(codes, held, kinds=("cpu", "cuda"))
+
     with (
         mock.patch.object(plan_memory, "rates_of", return_value=slow),
         mock.patch.multiple(tile_rows, LEAST_ROWS=1, GRAIN=1),
+        mock.patch.object(backend, "Replanner", follow),
+        mock.patch.object(replanner, "FIRST", 1),
     ):
         yield
 

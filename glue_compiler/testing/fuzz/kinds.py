@@ -82,6 +82,7 @@ def draw_program(
         budget = int(10 ** draw.random.uniform(1.5, 5))
         passes["plan_memory"] = True
         options = (("memory_budget", budget),)
+        calls.append(Call("fresh", 4, context))  # a plan may be made again behind the first ones
     prelude = (Statement(f"FLOAT = {float_type}"), *draw.prelude.values())
     between = "pass" if plain else draw.mostly("pass", *BETWEEN, share=0.9)
     may_write = between == "pass" and not plain and not draw.fixed_inputs
