@@ -114,7 +114,7 @@ class Schedule:
     """Steps to compile for the fixed total and for totals that vary, and steps to time for each."""
 
     compiling: int = 2
-    warm_up: int = 2
+    warm_up: int = 4  # by then plans of memory are made again
     timed: int = 10
     kinds: tuple[bool, ...] = (False, True)
     """Whether totals vary, of the kinds of batches in their order."""

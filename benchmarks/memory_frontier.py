@@ -50,6 +50,8 @@ from benchmarks.checkpoint_decoder import (
 from benchmarks.frontier_svg import Dot, draw
 
 DEFAULT_ROWS = "keep,plan-24GiB,plan-16GiB,plan-11.2GiB,knapsack-0.5,knapsack-0.2,checkpoints,policy,offload"
+WARM_UP = 5
+"""Steps behind the first one that are not timed: plans are made again by then."""
 GIB = 2**30
 COLUMNS = (
     *("step ms", "peak GiB", "planned ms", "planned GiB", "moved GiB", "recomputed", "planning s", "first s"),
@@ -119,7 +121,8 @@ def measure(row: str, number: int, shape: Shape, steps: int, everyone: Barrier, 
             torch.cuda.set_device(device)
         step = Stepper(row, shape, device)
         found["first s"] = step() / 1e3
-        step()
+        for _ in range(WARM_UP):
+            step()
         if cards:
             torch.cuda.empty_cache()
     except Exception as error:
@@ -183,13 +186,13 @@ def _planned(folder: str) -> dict[str, float]:
         passes = [p for graph in json.load(file)["graphs"] for p in graph["passes"] if p["name"] == "plan_memory"]
     if not passes:
         return {}
-    counts = passes[0]["counts"]
+    counts = passes[-1]["counts"]  # the plan that was made last, if it was made again
     return {
         "planned ms": counts["microseconds"] / 1e3,
         "planned GiB": counts["peak"] / GIB,
         "moved GiB": counts["moved_bytes"] / GIB,
         "recomputed": counts["recomputed"],
-        "planning s": passes[0]["ms"] / 1e3,
+        "planning s": passes[-1]["ms"] / 1e3,
     }
 
 

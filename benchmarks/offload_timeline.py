@@ -117,7 +117,7 @@ def training_step(shape: Shape, options: dict[str, Any], device: torch.device) -
     return stepper(call, nullcontext, model, batch_of(shape, device))
 
 
-def record_step(step: Callable[[], float], warm_up: int = 4) -> tuple[list[dict[str, Any]], int]:
+def record_step(step: Callable[[], float], warm_up: int = 5) -> tuple[list[dict[str, Any]], int]:
     """Trace events of one ``step`` on the current GPU, and the most bytes allocated in the one before it."""
     for _ in range(warm_up):
         step()

@@ -38,6 +38,8 @@ FIRST, LAST = 2, 3
 """Steps from whose facts a plan may be made again. In the first one optimisers have no state yet."""
 MOST_CALLS = 1000
 """Of a graph that no step is made of: it is followed no longer."""
+MOST_IDLE = 8
+"""Steps without a call of a graph: it is not followed until its next one."""
 RANKS = "this is one of several ranks, and plans would differ between them"
 HOOKS = "it is called under hooks on saved tensors: what a checkpoint calls again must save what the first call saved"
 
@@ -62,12 +64,14 @@ class Replanner:
         self._devices: dict[torch.device, DeviceSteps] = {}
         self._followed: weakref.WeakSet[PlannedGraph] = weakref.WeakSet()
         self._compiles = 0
+        self._is_off = False
 
     def reset(self) -> None:
         with self._lock:
+            for graph in list(self._followed):
+                self._settle(graph)
             self._corrections.clear()
             self._devices.clear()
-            self._followed.clear()
 
     def graph(self, gm: fx.GraphModule, options: GlueOptions, asked: object) -> tuple[GlueOptions, PlannedGraph | None]:
         """The options to compile ``gm`` with, and its follower, if there is something to follow.
@@ -95,7 +99,9 @@ class Replanner:
             correction = self._corrections.get(key)
             if correction is not None:
                 return dataclasses.replace(options, correction=correction), None
-            if _is_in_the_middle(placeholders) and _why_not() is None:
+            # A guess lasts where no plan is made again.
+            may_guess = _why_not() is None and not saved_tensor_hooks.are_active()
+            if may_guess and _is_in_the_middle(placeholders):
                 options = dataclasses.replace(options, correction=GUESS)
             besides = max(0, self._mark(device).allocated) if asked == "auto" else 0
             graph = PlannedGraph(self, key, compile_id, options, asked == "auto", besides)
@@ -104,11 +110,12 @@ class Replanner:
 
     def begin(self, graph: PlannedGraph, args: tuple[Any, ...]) -> tuple[torch.device, int] | None:
         """A call of ``graph`` begins: what :meth:`ended` is to be told, or None if it does not count."""
-        if not self._followed or not torch.is_grad_enabled():
+        if (graph.is_settled and not self._followed) or not torch.is_grad_enabled():
             return None
         try:
             return self._begin(graph, args)
         except Exception as error:  # no step ends because its memory could not be looked at
+            self._is_off = True
             self._followed.clear()
             warnings.warn(
                 f"glue follows the memory of steps no longer ({type(error).__name__}: {error}); plans stay as they are",
@@ -119,7 +126,7 @@ class Replanner:
 
     def _begin(self, graph: PlannedGraph, args: tuple[Any, ...]) -> tuple[torch.device, int] | None:
         graph.is_hooked |= saved_tensor_hooks.are_active()
-        if runtime.in_dispatch_mode():
+        if self._is_off or runtime.in_dispatch_mode():
             return None
         tensors = [value for value in args if isinstance(value, torch.Tensor) and is_plain(value)]
         device = next((tensor.device for tensor in tensors if tensor.device.type in self._kinds), None)
@@ -134,8 +141,11 @@ class Replanner:
                 self._judge_all(steps.done(self._compiles))
                 steps.start(self._compiles)
             graph.calls += 1
+            graph.idle = 0
             if graph.calls > MOST_CALLS:
-                self._followed.discard(graph)
+                self._settle(graph)
+            elif not graph.is_settled:
+                self._followed.add(graph)
             holds = not saved_tensor_hooks.are_active()
             number = steps.called(graph, _bytes_of(tensors, device), graph.kept, holds=holds)
         return None if number is None else (device, number)
@@ -161,6 +171,14 @@ class Replanner:
             for graph in list(self._followed):
                 if graph in step.inputs:
                     self._judge(graph, step)
+                    continue
+                graph.idle += 1
+                if graph.idle > MOST_IDLE:
+                    self._followed.discard(graph)
+
+    def _settle(self, graph: PlannedGraph) -> None:
+        graph.is_settled = True
+        self._followed.discard(graph)
 
     def _judge(self, graph: PlannedGraph, step: DoneStep) -> None:
         asked = graph.asked(step.inputs[graph])
@@ -177,11 +195,11 @@ class Replanner:
         if correction is not None:
             self._plan_again(graph, correction)
         elif graph.steps >= LAST:
-            self._followed.discard(graph)
+            self._settle(graph)
 
     def _plan_again(self, graph: PlannedGraph, correction: Correction) -> None:
         """Have the frame compiled again at its next call, unless there is a reason not to; tell."""
-        self._followed.discard(graph)
+        self._settle(graph)
         reason = HOOKS if graph.is_hooked else _why_not()
         if reason is None:
             text = "glue plans its memory again"
@@ -212,7 +230,8 @@ class PlannedGraph(Observer):
         self, replanner: Replanner, key: str, compile_id: str, options: GlueOptions, is_auto: bool, held: int
     ) -> None:
         self.key, self.compile_id = key, compile_id
-        self.steps, self.calls, self.error = 0, 0, 0
+        self.steps, self.calls, self.idle, self.error = 0, 0, 0, 0
+        self.is_settled = False
         self.is_hooked = False  # has a call been made under hooks on saved tensors?
         self._replanner, self._options, self._is_auto = replanner, options, is_auto
         self._held = held  # on the device when it was compiled
@@ -285,11 +304,9 @@ def _is_in_the_middle(placeholders: Collection[fx.Node]) -> bool:
 
 
 def _why_not() -> str | None:
-    """Why no graph is planned again; nor is one planned for a guess, which would last."""
+    """Why no graph is planned again."""
     if recompile.several_ranks():
         return RANKS
-    if saved_tensor_hooks.are_active():
-        return HOOKS
     return None if recompile.RECOMPILE.is_available() else "this torch is not known well enough"
 
 

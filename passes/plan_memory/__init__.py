@@ -120,7 +120,7 @@ class PlanMemory(JointPass):
         if correction.is_measured:
             told.append(Skip(f"planned again: {correction.told}"))
         if correction.is_measured and not correction.is_least:
-            told += _over_budget(plan.held(waiting), budget, correction.calls)
+            told += _over_budget(plan.held(waiting), context.options)
         skips = tuple(told)
         if not context.fuel.take("keep, recompute and move by plan"):
             return PassResult(changed=False, counts=counts, skips=skips)
@@ -130,13 +130,17 @@ class PlanMemory(JointPass):
         return PassResult(changed=True, counts=counts, skips=skips, drawing=drawing)
 
 
-def _over_budget(held: int, budget: int, calls: int) -> list[Skip]:
+def _over_budget(held: int, options: GlueOptions) -> list[Skip]:
     """Of several calls; that one alone does not fit is told when its copies are made."""
-    if calls == 1 or held <= budget:
+    assert options.budget is not None
+    assert isinstance(options.memory_budget, int)
+    calls = options.correction.calls
+    if calls == 1 or held <= options.budget:
         return []
     reason = (
-        f"the memory_budget cannot be kept: {calls} calls that wait for their backward hold {held / 2**30:.2f} GiB, "
-        f"and {budget / 2**30:.2f} GiB are left for them. A shorter sequence or a smaller batch lower it."
+        f"the memory_budget of {options.memory_budget / 2**30:.2f} GiB cannot be kept: {calls} calls that wait for "
+        f"their backward hold {held / 2**30:.2f} GiB, and {options.budget / 2**30:.2f} GiB are left for them. A "
+        "shorter sequence or a smaller batch lower it."
     )
     warnings.warn(f"glue: {reason}", GlueWarning, stacklevel=2)
     return [Skip(reason)]

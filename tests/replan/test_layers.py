@@ -119,6 +119,29 @@ def test_a_checkpoint_that_begins_later_keeps_the_plan_too():
     assert len(run.plans) == 1
 
 
+def test_layers_beside_checkpointed_ones_share_what_those_leave():
+    class Other(Block):
+        def forward(self, x):
+            return super().forward(x).tanh()
+
+    device = Device(WEIGHTS)
+    run = Followed(device, memory_budget=700_000)
+    model, x = nn.ModuleList((Block, Other)[index % 2](WIDTH) for index in range(LAYERS)), torch.randn(ROWS, WIDTH)
+    x.requires_grad_()
+
+    def call(x):
+        for layer in model:
+            x = checkpoint(layer, x, use_reentrant=False) if type(layer) is Block else layer(x)
+        return x
+
+    expected = results(call, model, x)
+    for layer in model:
+        layer.compile(**run.how)
+    for step in range(4):
+        assert equal(results(call, model, x, device, step * 10**4), expected)
+    assert [f"{LAYERS // 2} calls of planned graphs" in told for told in run.told] == [True]
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpoint_of_several_layers(reentrant):
     device = Device(WEIGHTS)

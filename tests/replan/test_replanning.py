@@ -291,6 +291,22 @@ def test_a_graph_of_no_step_is_followed_for_a_while(monkeypatch):
     assert not run.backend.replanner._followed
 
 
+def test_a_graph_that_is_seldom_called_is_followed_when_it_is():
+    """It has no others be followed meanwhile."""
+    with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
+        device, run, model, call, x = planned_for()
+        seldom = torch.randn(ROWS - 32, 16)
+        results(call, model, seldom)
+        for _ in range(4 + replanner.MOST_IDLE):
+            results(call, model, x)
+        assert not run.backend.replanner._followed
+        assert len(run.plans) == 2
+        for step in range(4):
+            results(call, model, seldom, device, step * 4 * BUDGET)
+    assert len(run.plans) == 3
+    assert run.plans[2]["saved_bytes"] < run.plans[0]["saved_bytes"]
+
+
 def test_a_device_that_cannot_be_asked_ends_no_step(monkeypatch):
     device, run, model, call, x = planned_for()
     expected = results(model, model, x)
