@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import hashlib
 import logging
@@ -65,6 +66,8 @@ class Replanner:
         self._followed: weakref.WeakSet[PlannedGraph] = weakref.WeakSet()
         self._compiles = 0
         self._is_off = False
+        # Calls whose results are collected: that may happen in any thread, whatever lock it has, and waits for none.
+        self._collected: collections.deque[tuple[torch.device, int]] = collections.deque()
 
     def reset(self) -> None:
         with self._lock:
@@ -133,6 +136,7 @@ class Replanner:
         if device is None:
             return None
         with self._lock:
+            self._drop_collected()
             if device not in self._devices:
                 self._devices[device] = DeviceSteps(lambda: self._mark(device))
             steps = self._devices[device]
@@ -157,14 +161,22 @@ class Replanner:
             self.ended(call, has_run=False)
             return
         waits = _Waits(self, call)
-        weakref.finalize(waits, self.ended, call, has_run=False).atexit = False
+        weakref.finalize(waits, self._collected.append, call).atexit = False
         node.register_hook(waits.finish)
 
     def ended(self, call: tuple[torch.device, int], *, has_run: bool) -> None:
-        device, number = call
+        """A call waits no more: its backward ``has_run``, or there will be none."""
         with self._lock:
-            if device in self._devices:
-                self._devices[device].ended(number, has_run=has_run)
+            self._drop_collected()
+            self._end(*call, has_run=has_run)
+
+    def _drop_collected(self) -> None:
+        while self._collected:
+            self._end(*self._collected.popleft(), has_run=False)
+
+    def _end(self, device: torch.device, number: int, *, has_run: bool) -> None:
+        if device in self._devices:
+            self._devices[device].ended(number, has_run=has_run)
 
     def _judge_all(self, step: DoneStep | None) -> None:
         if step is not None:
