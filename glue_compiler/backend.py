@@ -57,7 +57,8 @@ class GlueBackend:
         corrected, planned = self.replanner.graph(gm, in_bytes(pipeline.options, example_inputs), asked)
         pipeline = pipeline.with_options(corrected)
         capture.check_leaves(gm)
-        observer = watchers.watch(corrected, self._session_for(corrected), planned)
+        watch = watchers.watch(corrected, self._session_for(corrected), planned)
+        observer = watch.observer
         with self.rewrites.undone_on_error():
             reports = pipeline.run(gm, Stage.CAPTURED, observer)
             # Before anything is compiled: the frame is then converted again without the assumption.
@@ -77,8 +78,8 @@ class GlueBackend:
                 gm,
                 example_inputs,
                 pipeline.options_with(passes),
-                pipeline.uuid(passes),
-                pipeline.step_edit(passes, observer),
+                pipeline.uuid(passes, watch.origins()),
+                pipeline.step_edit(passes, observer, watch.memory(self.rewrites)),
             )
 
         step_passes = pipeline.step_passes(gm)

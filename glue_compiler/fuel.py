@@ -35,6 +35,11 @@ class RewriteCounter:
         with self.lock:
             self.count = 0
 
+    def number(self, what: str) -> Rewrite:
+        """The next number, for a rewrite that is made. The caller holds the lock."""
+        self.count += 1
+        return Rewrite(self.count, what)
+
     @contextlib.contextmanager
     def undone_on_error(self) -> Iterator[None]:
         """A graph that is captured again after an error gets the same numbers again."""
@@ -68,8 +73,7 @@ class Fuel:
                 # Torch's bisector counts its refusals too, so a later one must not be allowed because of them.
                 self.limit = self.counter.count
                 return False
-            self.counter.count += 1
-            self.taken.append(Rewrite(self.counter.count, what))
+            self.taken.append(self.counter.number(what))
             return True
 
     def allowed(self, planned: Iterable[tuple[str, T]]) -> tuple[T, ...]:

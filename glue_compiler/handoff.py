@@ -9,7 +9,8 @@ from typing import Any
 from torch import fx
 
 from glue_compiler import compat
-from glue_compiler.compat import graph_inputs, inductor, partition
+from glue_compiler.compat import graph_inputs, inductor, partition, step_records
+from glue_compiler.fx.snapshots import Snapshot
 from glue_compiler.graph_pass import Prologue
 from glue_compiler.ops.batch_memo import BatchMemo, memoized
 from glue_compiler.options import GlueOptions
@@ -30,7 +31,8 @@ def hand_off(
     """Compile ``gm`` with the compiler that ``options`` names. Takes ownership of ``gm``.
 
     ``edit_pair`` marks and changes the graphs of a training step; ``passes_uuid`` stands for it too;
-    without one, nothing comes from Inductor's caches and nothing goes there.
+    without one, nothing comes from Inductor's caches and nothing goes there. With a ``memory``, nothing that is without
+    a record comes from there.
     """
     if options.compiler == "aot_eager":
         if edit_pair is not None:
@@ -38,11 +40,25 @@ def hand_off(
         return compat.compile_as_torch_does("aot_eager", gm, inputs)
     if not inductor.HAND_OFF.is_available():
         return compat.compile_as_torch_does("inductor", gm, inputs)
-    # config_patches, and not a context manager around the call: the backward is compiled after it has returned.
-    patches = {**options.inductor, **compat.cache_key_patch(passes_uuid, options.inductor)}
-    if edit_pair is not None:
-        patches |= partition.partition_patch(passes_uuid, edit_pair, options.inductor)
-    return compat.compile_with_inductor(gm, inputs, patches)
+
+    def compiled(key: bytes | None) -> Callable[..., Any]:
+        # config_patches, and not a context manager around the call: the backward is compiled after it has returned.
+        patches = {**options.inductor, **compat.cache_key_patch(key, options.inductor)}
+        if edit_pair is not None:
+            patches |= partition.partition_patch(key, edit_pair, options.inductor)
+        return compat.compile_with_inductor(gm, inputs, patches)
+
+    memory = edit_pair.memory if edit_pair is not None else None
+    if memory is None or passes_uuid is None:
+        return compiled(passes_uuid)
+    if not step_records.STEP_RECORDS.is_available():
+        return compiled(None)
+    before = Snapshot(gm)
+    call, cached = step_records.from_cache(lambda: compiled(passes_uuid))
+    if cached is not None and not memory.restore(cached.record):
+        before.restore()
+        call = compiled(None)
+    return call
 
 
 def hand_off_in_parts(

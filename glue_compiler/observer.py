@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from glue_compiler.fx.training_pair import TrainingPair
     from glue_compiler.graph_pass import Prologue
     from glue_compiler.pipeline import PassReport
+    from glue_compiler.report.kept_step import KeptStep
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +48,9 @@ class Observer:
 
     def pair_finished(self, pair: TrainingPair) -> None:
         """The passes over the pair are done."""
+
+    def restored(self, step: KeptStep) -> None:
+        """The compiled step is a cache's: ``step`` stands for all from :meth:`marked` to :meth:`pair_finished`."""
 
     def refused(self, passes: Sequence[str], reason: str) -> None:
         """The compiler failed on what these passes over the joint graph or the pair made, and it is left out."""
@@ -81,6 +85,9 @@ class Observers(Observer):
 
     def pair_finished(self, pair: TrainingPair) -> None:
         self._tell(lambda each: each.pair_finished(pair))
+
+    def restored(self, step: KeptStep) -> None:
+        self._tell(lambda each: each.restored(step))
 
     def refused(self, passes: Sequence[str], reason: str) -> None:
         self._tell(lambda each: each.refused(passes, reason))

@@ -151,7 +151,12 @@ class Pipeline:
         joint = [p for p in self.passes if isinstance(p, JointPass) and p.wants_joint(gm, self.options)]
         return (*joint, *(p for p in self.passes if isinstance(p, PairPass) and p.wants_pairs(gm, self.options)))
 
-    def step_edit(self, passes: Sequence[JointPass | PairPass], observer: Observer = _NOBODY) -> partition.Edit | None:
+    def step_edit(
+        self,
+        passes: Sequence[JointPass | PairPass],
+        observer: Observer = _NOBODY,
+        memory: partition.Memory | None = None,
+    ) -> partition.Edit | None:
         """What is to happen around the partitioner; None without passes over training steps."""
         if not passes:
             return None
@@ -167,7 +172,7 @@ class Pipeline:
         def edit(forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int) -> None:
             self.run_pair(TrainingPair(forward, backward, num_outputs), on_pairs, observer)
 
-        return partition.Edit(edit, mark if on_joint else None)
+        return partition.Edit(edit, mark if on_joint else None, memory)
 
     def options_with(self, passes: Sequence[JointPass | PairPass]) -> GlueOptions:
         """The options, with what these passes ask of Inductor; the user's own win."""
@@ -175,18 +180,21 @@ class Pipeline:
         wanted = {name: value for p in on_pairs for name, value in p.inductor_options(self.options).items()}
         return dataclasses.replace(self.options, inductor={**wanted, **self.options.inductor})
 
-    def uuid(self, step_passes: Sequence[JointPass | PairPass] = ()) -> bytes | None:
+    def uuid(self, step_passes: Sequence[JointPass | PairPass] = (), shown: bytes = b"") -> bytes | None:
         """Identifies the enabled passes: their names, sources and the options they read. None: nothing is to be cached.
 
-        A graph from the cache runs none of ``step_passes``, so their rewrites would have no numbers, and a dump would
-        not show them. Nor may one whose guards leave a part of a range out be taken where all of it was asked for.
+        A graph from the cache runs none of ``step_passes``, and is reported by what was stored with it: ``shown`` is
+        what a report of it tells besides, empty where there is none. Nor may one whose guards leave a part of a range
+        out be taken where all of it was asked for.
         """
-        if self.options.fuel is not None or self.options.verify or (self.options.dump and step_passes):
+        if self.options.fuel is not None or self.options.verify:
             return None
         described = [_described(p, self.options) for p in self.passes]
         if None in described:
             return None
-        return hashlib.sha256(pickle.dumps((described, compat.promises_ranges()))).digest()
+        return hashlib.sha256(
+            pickle.dumps((described, compat.promises_ranges(), shown if step_passes else b""))
+        ).digest()
 
     def _run_one(
         self,

@@ -35,7 +35,7 @@ def checkpointed(x):
 
 
 def train(monkeypatch, *observers):
-    monkeypatch.setattr(watchers, "watch", lambda *_: Observers(*observers))
+    monkeypatch.setattr(watchers, "watch", lambda *_: watchers.Watch(Observers(*observers), None))
     x = torch.ones(3, requires_grad=True)
     options = {"compiler": "aot_eager", "offload": "checkpoints"}
     torch.compile(checkpointed, backend="glue", options=options)(x).sum().backward()

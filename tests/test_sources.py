@@ -100,12 +100,14 @@ def test_torch_and_python_are_known_by_their_version(write):
     assert file.stem == "own_pass"
 
 
-def test_a_dump_shows_passes_over_pairs_so_their_graphs_come_from_no_cache():
+def test_what_a_dump_shows_of_a_training_step_is_in_its_key_alone():
     passes = registry.all_passes()
     pair_passes = [p for p in passes if isinstance(p, PairPass)]
     assert pair_passes
-    assert Pipeline(passes, GlueOptions(dump="folder")).uuid(pair_passes) is None
-    assert Pipeline(passes, GlueOptions()).uuid(pair_passes) is not None
+    pipeline = Pipeline(passes, GlueOptions())
+    keys = [pipeline.uuid(pair_passes, shown) for shown in (b"", b"here", b"there")]
+    assert len(set(keys)) == 3
+    assert pipeline.uuid((), b"here") == pipeline.uuid() == keys[0]
 
 
 def test_all_of_glue_is_in_the_uuid_of_each_pass(tmp_path, monkeypatch):

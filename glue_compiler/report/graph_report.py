@@ -41,6 +41,8 @@ class GraphReport:
     replan: str | None = None
     """Why it is planned again, with what was seen; or why not, where it should be."""
     id: int = 0
+    from_cache: bool = False
+    """The compiled training step is a cache's; its passes are reported as they ran when it was compiled."""
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -51,6 +53,7 @@ class GraphReport:
             "graph_break": dict(zip(("reason", "source"), self.graph_break, strict=True)) if self.graph_break else None,
             "host_syncs": [vars(sync) for sync in self.host_syncs],
             "passes": [_pass_as_json(p) for p in self.passes],
+            "from_cache": self.from_cache,
             "measured": list(self.measured),
             "replan": self.replan,
         }

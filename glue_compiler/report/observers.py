@@ -18,7 +18,8 @@ from glue_compiler.observer import Observer
 from glue_compiler.pipeline import PassReport
 from glue_compiler.report.dump import render_graph, render_pair
 from glue_compiler.report.graph_report import GraphReport, host_syncs_of
-from glue_compiler.report.session import Session, ShownPass
+from glue_compiler.report.kept_step import KeptStep, ShownPass, origins
+from glue_compiler.report.session import Session
 
 
 class ReportObserver(Observer):
@@ -50,6 +51,10 @@ class ReportObserver(Observer):
             self.report.host_syncs = host_syncs_of(gm, prologues)
         self.session.add_graph(self.report)
 
+    def restored(self, step: KeptStep) -> None:
+        self.report.passes += [each.report for each in step.passes]
+        self.report.from_cache = True
+
     def refused(self, passes: Sequence[str], reason: str) -> None:
         error = f"left out, as the compiler failed on its result: {reason}"
         self.report.passes = [
@@ -60,7 +65,12 @@ class ReportObserver(Observer):
 
 
 class GraphObserver(Observer):
-    """Renders a graph around each pass that changes it, for the session's dump and for torch's structured trace."""
+    """Renders a graph around each pass that changes it, for the session's dump and for torch's structured trace.
+
+    Attributes:
+        origins: of the graph that was handed off (:func:`~glue_compiler.report.kept_step.origins`).
+        step: what the passes over the training step did, when they are done.
+    """
 
     name = "dump"
 
@@ -69,12 +79,16 @@ class GraphObserver(Observer):
         self.session = session
         self.text = ""
         self.waiting: list[ShownPass] = []
+        self.origins = b""
+        self.step: KeptStep | None = None
+        self._marks: list[ShownPass] = []
 
     def captured(self, gm: fx.GraphModule) -> None:
         self.text = render_graph(gm)
 
     def pass_finished(self, report: PassReport, graph: fx.GraphModule | TrainingPair) -> None:
         if not report.changed:
+            self.waiting.append(ShownPass(report, {}))
             return
         texts = {"before": self.text}
         if isinstance(graph, TrainingPair):
@@ -90,18 +104,26 @@ class GraphObserver(Observer):
         self.waiting.append(ShownPass(report, texts))
 
     def handed_off(self, gm: fx.GraphModule, prologues: Sequence[Prologue]) -> None:
-        self._show(unchanged=None if self.waiting else self.text)
+        self.origins = origins(gm)
+        shown, self.waiting = self.waiting, []
+        self._show(shown, unchanged=None if any(each.texts for each in shown) else self.text)
+
+    def marked(self, report: PassReport) -> None:
+        self._marks.append(ShownPass(report, {}))
 
     def partitioned(self, pair: TrainingPair) -> None:
         self.text = render_pair(pair)
 
     def pair_finished(self, pair: TrainingPair) -> None:
-        self._show()
+        self.step = KeptStep((*self._marks, *self.waiting))
+        self._show(self.waiting)
 
-    def _show(self, unchanged: str | None = None) -> None:
-        shown, self.waiting = self.waiting, []
+    def restored(self, step: KeptStep) -> None:
+        self._show(step.passes)
+
+    def _show(self, passes: Sequence[ShownPass], unchanged: str | None = None) -> None:
         compat.trace_artifact("glue_passes", lambda: json.dumps(self.report.as_json()), encoding="json")
-        for each in shown:
+        for each in passes:
             for moment, text in each.texts.items():
                 compat.trace_artifact(f"glue_{each.report.name}_{moment}", text.__str__)
-        self.session.show(self.report, shown, unchanged)
+        self.session.show(self.report, [each for each in passes if each.texts], unchanged)

@@ -76,6 +76,7 @@ def _graph(graph: RecordedGraph, tables: _Tables, rates: Rates | None) -> dict[s
         "compileId": graph.compile_id,
         "nodesBefore": graph.nodes_before,
         "nodesAfter": graph.nodes_after,
+        "fromCache": graph.from_cache,
         "break": graph.graph_break and _with_short_source(graph.graph_break),
         "syncs": [_with_short_source(sync) for sync in graph.host_syncs],
         "final": tables.plain(graph.final()),

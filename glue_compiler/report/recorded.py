@@ -55,6 +55,7 @@ class RecordedGraph:
     passes: tuple[RecordedPass, ...]
     unchanged: Path | None
     measured: tuple[Mapping[str, Any], ...] = ()
+    from_cache: bool = False
 
     def final(self) -> tuple[GraphText, ...]:
         """The graph that the captured stage handed on."""
@@ -148,6 +149,7 @@ def _graph(folder: Path, graph: Mapping[str, Any]) -> RecordedGraph:
         tuple(passes),
         unchanged if unchanged.is_file() else None,
         tuple(graph.get("measured", ())),
+        graph.get("from_cache", False),
     )
 
 

@@ -1,5 +1,6 @@
 """A torch whose private parts have moved: the feature that needs them is off, with one warning, and models train."""
 
+import dataclasses
 import warnings
 
 import pytest
@@ -7,8 +8,18 @@ import torch
 import torch.nn.functional as F
 
 import glue_compiler
-from glue_compiler import graph_file, handoff
-from glue_compiler.compat import bisector, branch_guards, dynamo, dynamo_tracing, features, inductor, tracing
+from glue_compiler import compat, graph_file, handoff
+from glue_compiler.compat import (
+    bisector,
+    branch_guards,
+    dynamo,
+    dynamo_tracing,
+    features,
+    inductor,
+    partition,
+    step_records,
+    tracing,
+)
 from glue_compiler.compat.parts import ANY, Feature, Uses
 from glue_compiler.errors import GlueGraphFileError, GlueWarning
 from glue_compiler.options import parse_options
@@ -21,7 +32,14 @@ USED = (
     tracing.OBSERVER,
     tracing.TRACE,
 )
-TOOLS = (features.SAVED_GRAPHS, features.OFFLOAD_CONTEXT, features.LOOKS, inductor.OPTIONS, inductor.HAND_OFF)
+TOOLS = (
+    features.SAVED_GRAPHS,
+    features.OFFLOAD_CONTEXT,
+    features.LOOKS,
+    inductor.OPTIONS,
+    inductor.HAND_OFF,
+    step_records.STEP_RECORDS,
+)
 ALL = (*USED, *TOOLS, dynamo.FRAMES)
 RENAMED = [(feature, path) for feature in ALL for path in feature.parts]
 
@@ -157,6 +175,18 @@ def test_the_graph_goes_where_torch_sends_one_without_the_way_to_inductor(withou
     with pytest.warns(GlueWarning, match="way to Inductor"):
         assert handoff.hand_off(gm, [torch.ones(1)], parse_options({}, None, [], environment={}), None) is gm
     assert asked == ["inductor"]
+
+
+def test_a_step_that_is_shown_is_not_cached_without_records_beside_the_entry(without, monkeypatch):
+    without(step_records.STEP_RECORDS)
+    options, edit = parse_options({}, None, [], environment={}), partition.Edit(lambda *_: None)
+    gm = torch.fx.symbolic_trace(torch.nn.ReLU())
+    patches = []
+    monkeypatch.setattr(compat, "compile_with_inductor", lambda gm, inputs, patch: patches.append(patch))
+    handoff.hand_off(gm, [torch.ones(1)], options, b"key", edit)
+    with pytest.warns(GlueWarning, match="record of a training step .* is off"):
+        handoff.hand_off(gm, [torch.ones(1)], options, b"key", dataclasses.replace(edit, memory=object()))
+    assert [patch["custom_partitioner_fn"].uuid() for patch in patches] == [b"key", None]
 
 
 @pytest.mark.parametrize("path", dynamo.FRAMES.parts)

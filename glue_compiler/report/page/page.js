@@ -77,7 +77,8 @@ function renderCompile() {
   data.graphs.forEach((one, index) => {
     const total = one.passes.reduce((sum, p) => sum + p.ms, 0);
     list.append(element("h2", {}, `graph ${one.id}`));
-    const facts = `${one.nodesBefore} → ${one.nodesAfter} nodes, ${milliseconds(total)}`;
+    const cached = one.fromCache ? ", training step from a cache" : "";
+    const facts = `${one.nodesBefore} → ${one.nodesAfter} nodes, ${milliseconds(total)}${cached}`;
     list.append(element("p", {}, one.compileId ? `${facts}, compile ${one.compileId}` : facts));
     one.passes.forEach((p, number) => {
       const kind = p.error ? "failed" : p.changed ? "changed" : "idle";
