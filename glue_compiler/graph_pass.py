@@ -145,6 +145,10 @@ class PairPass(GraphPass):
     def run(self, graph: fx.GraphModule, context: PassContext) -> PassResult:
         raise NotImplementedError(f"{self.name} works on the forward and backward graph together")
 
+    def is_asked_for(self, options: GlueOptions) -> bool:
+        """May there be anything to do in a plain graph? False: only in one that asks, as checkpoint policies do."""
+        return True
+
     def wants_pairs(self, graph: fx.GraphModule, options: GlueOptions) -> bool:
         """May there be anything to do for this captured graph? If no pass wants it, the partitioner is left alone."""
         return True

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import fx
 
 import glue_compiler
 from glue_compiler import registry
@@ -91,19 +90,9 @@ def _state(graph_pass: GraphPass, options: GlueOptions) -> PassState:
         reason = "on by default"
     if runs and known_problems.switched_off_by_torch(graph_pass.name):
         runs, reason = False, "torch._inductor.config.disabled_passes"
-    if runs and isinstance(graph_pass, PairPass) and not graph_pass.wants_pairs(_plain_graph(), options):
+    if runs and isinstance(graph_pass, PairPass) and not graph_pass.is_asked_for(options):
         runs, reason = False, "no option asks for it; a graph that it applies to still may"
     return PassState(graph_pass.name, graph_pass.stage.value, graph_pass.numerics.value, runs, reason)
-
-
-def _plain_graph() -> fx.GraphModule:
-    """A long graph that holds nothing which asks for a pass."""
-    graph = fx.Graph()
-    value = graph.placeholder("x")
-    for _ in range(1000):
-        value = graph.call_function(torch.sin, (value,))
-    graph.output(value)
-    return fx.GraphModule({}, graph)
 
 
 def tested_range() -> str:

@@ -48,9 +48,12 @@ class OverlapOffload(PairPass):
     def cache_options(self, options: GlueOptions) -> Any:
         return options.offload, options.pinned_limit, options.budget
 
+    def is_asked_for(self, options: GlueOptions) -> bool:
+        return _moves_inputs(options) or offload_policies.torch_offloads()
+
     def wants_pairs(self, graph: fx.GraphModule, options: GlueOptions) -> bool:
         policies = any(map(offload_policies.has_selective_policy, bodies.graph_modules(graph)))
-        return _moves_inputs(options) or policies or offload_policies.torch_offloads() or may_copy(graph)
+        return self.is_asked_for(options) or policies or may_copy(graph)
 
     def inductor_options(self, options: GlueOptions) -> Mapping[str, Any]:
         # Reordering for peak memory does not know that a start returns before its copy has ended. Data dependencies

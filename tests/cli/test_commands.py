@@ -130,6 +130,8 @@ def test_doctor_says_why_a_pass_is_on_or_off():
     assert found["hoist_metadata"] == found["share_layers"] == (True, "on by default")
     assert not found["overlap_offload"][0]
     assert states(GlueOptions(offload="checkpoints"))["overlap_offload"][0]
+    with torch._functorch.config.patch(enable_activation_offloading=True):
+        assert states(GlueOptions())["overlap_offload"][0]
 
 
 def test_doctor_sees_what_the_environment_switches_off():
