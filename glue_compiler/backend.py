@@ -15,6 +15,7 @@ from glue_compiler.deferred.outputs import defer_outputs
 from glue_compiler.fallback import StepPasses, compile_step
 from glue_compiler.forward_mode import refuse_tangents
 from glue_compiler.fuel import RewriteCounter
+from glue_compiler.fx.effects import EffectAnalysis
 from glue_compiler.graph_pass import Numerics, Stage
 from glue_compiler.handoff import HandOff, hand_off, hand_off_in_parts
 from glue_compiler.memory_budget import in_bytes
@@ -56,11 +57,12 @@ class GlueBackend:
         asked = pipeline.options.memory_budget
         corrected, planned = self.replanner.graph(gm, in_bytes(pipeline.options, example_inputs), asked)
         pipeline = pipeline.with_options(corrected)
-        capture.check_leaves(gm)
+        effects = EffectAnalysis.for_graph(gm)
+        capture.check_leaves(gm, effects)
         watch = watchers.watch(corrected, self._session_for(corrected), planned)
         observer = watch.observer
         with self.rewrites.undone_on_error():
-            reports = pipeline.run(gm, Stage.CAPTURED, observer)
+            reports = pipeline.run(gm, Stage.CAPTURED, observer, effects)
             # Before anything is compiled: the frame is then converted again without the assumption.
             capture.check_proved(
                 gm,

@@ -98,9 +98,15 @@ class Pipeline:
         pipeline.passes = self.passes
         return pipeline
 
-    def run(self, gm: fx.GraphModule, stage: Stage, observer: Observer = _NOBODY) -> list[PassReport]:
-        """Run the passes of ``stage`` on ``gm``, in place."""
-        context = PassContext(self.options, EffectAnalysis.for_graph(gm))
+    def run(
+        self,
+        gm: fx.GraphModule,
+        stage: Stage,
+        observer: Observer = _NOBODY,
+        effects: EffectAnalysis | None = None,
+    ) -> list[PassReport]:
+        """Run the passes of ``stage`` on ``gm``, in place. ``effects``: what is known of ``gm`` already."""
+        context = PassContext(self.options, effects or EffectAnalysis.for_graph(gm))
         record_missing_values(gm, context.effects)
         observer.captured(gm)
 

@@ -54,11 +54,10 @@ def _is_new(node: fx.Node, value: torch.Tensor) -> bool:
     return operators.allocates(record.operators[made.step].overload) and storage_of(value) not in storages_of(others)
 
 
-def check_leaves(gm: fx.GraphModule) -> None:
+def check_leaves(gm: fx.GraphModule, effects: EffectAnalysis) -> None:
     """Raises GlueGradientLeafError if ``gm`` is not eager's program without the calls that were left out of it."""
     if not any(LEAF in node.meta for node in gm.graph.nodes):
         return
-    effects = EffectAnalysis.for_graph(gm)
     effects.read_modes(gm)
     changed = _changed_in(gm, {}, effects)
     for node in _output_of(gm).all_input_nodes:
