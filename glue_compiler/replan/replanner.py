@@ -31,6 +31,7 @@ from glue_compiler.replan.correction import GUESS, Correction
 from glue_compiler.replan.decision import Asked, Predicted, after_out_of_memory, correction_for, error_of
 from glue_compiler.replan.device_steps import DeviceSteps, DoneStep, Held
 from glue_compiler.report.graph_report import GraphReport
+from glue_compiler.report.kept_step import KeptStep
 from glue_compiler.report.session import Session
 
 log = logging.getLogger(__name__)
@@ -279,6 +280,10 @@ class PlannedGraph(Observer):
                 counts["microseconds"] <= counts["least_microseconds"],
                 counts["peak"] <= counts["least_peak"],
             )
+
+    def restored(self, step: KeptStep) -> None:
+        for each in step.passes:
+            self.marked(each.report)
 
     def compiled(self, call: Call) -> Call:
         return _Followed(call, self, self._replanner)
