@@ -191,7 +191,7 @@ class Pipeline:
 
         A graph from the cache runs none of ``step_passes``, and is reported by what was stored with it: ``shown`` is
         what a report of it tells besides, empty where there is none. Nor may one whose guards leave a part of a range
-        out be taken where all of it was asked for.
+        out be taken where all of it was asked for, or one that a pass failed on where that is to be an error.
         """
         if self.options.fuel is not None or self.options.verify:
             return None
@@ -199,7 +199,7 @@ class Pipeline:
         if None in described:
             return None
         return hashlib.sha256(
-            pickle.dumps((described, compat.promises_ranges(), shown if step_passes else b""))
+            pickle.dumps((described, self.options.strict, compat.promises_ranges(), shown if step_passes else b""))
         ).digest()
 
     def _run_one(

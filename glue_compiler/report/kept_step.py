@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import logging
 import pickle
+import warnings
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from glue_compiler.compat import layers
+from glue_compiler.errors import GlueWarning
 from glue_compiler.fuel import RewriteCounter
 from glue_compiler.fx import bodies
 from glue_compiler.observer import Observer
@@ -77,11 +79,19 @@ class StepMemory:
         self._finished, self._observer, self._counter = finished, observer, counter
 
     def record(self) -> bytes | None:
+        step = self._finished()
+        # Where a pass failed, each process is to be warned, or to raise with ``strict``.
+        if step is None or any(each.report.error is not None for each in step.passes):
+            return None
         try:
-            step = self._finished()
-            return step.to_bytes() if step is not None else None
-        except Exception:
-            log.debug("what passes report of a step cannot be stored", exc_info=True)
+            return step.to_bytes()
+        except Exception as error:
+            warnings.warn(
+                f"what passes report of a training step cannot be stored ({type(error).__name__}: {error}); with a "
+                "dump it is compiled in each process",
+                GlueWarning,
+                stacklevel=2,
+            )
             return None
 
     def restore(self, record: bytes | None) -> bool:

@@ -1,5 +1,6 @@
 """What passes over a training step report is stored with the compiled step, and told when a cache has it."""
 
+import dataclasses
 import json
 
 import pytest
@@ -9,9 +10,11 @@ from torch._inductor.utils import fresh_cache
 
 from glue_compiler.backend import glue
 from glue_compiler.compat import step_records
+from glue_compiler.errors import GlueWarning
 from glue_compiler.fuel import Rewrite, RewriteCounter
 from glue_compiler.graph_pass import Numerics, PairPass, PassResult, Skip, Stage
-from glue_compiler.pipeline import PassReport
+from glue_compiler.options import GlueOptions
+from glue_compiler.pipeline import PassReport, Pipeline
 from glue_compiler.report import kept_step
 from glue_compiler.report.kept_step import KeptStep, ShownPass, StepMemory, origins
 from glue_compiler.testing import capture
@@ -53,6 +56,26 @@ def test_what_cannot_be_read_is_told_to_nobody(record):
 
 def test_a_step_of_which_not_all_is_known_is_not_stored():
     assert StepMemory(lambda: None, None, RewriteCounter()).record() is None
+
+
+def test_a_step_that_a_pass_failed_on_is_not_stored():
+    """So that a process that takes it from a cache is warned, too, or raises."""
+    failed = dataclasses.replace(step().passes[0].report, error="no")
+    with_failure = KeptStep((*step().passes, ShownPass(failed, {})))
+    assert StepMemory(lambda: with_failure, None, RewriteCounter()).record() is None
+    assert StepMemory(step, None, RewriteCounter()).record() is not None
+
+
+def test_a_report_that_cannot_be_stored_is_a_warning():
+    counts = dataclasses.replace(step().passes[0].report, counts={"of": lambda: None})
+    with pytest.warns(GlueWarning, match="compiled in each process"):
+        assert StepMemory(lambda: KeptStep((ShownPass(counts, {}),)), None, RewriteCounter()).record() is None
+
+
+def test_a_strict_compile_takes_nothing_that_a_pass_may_have_failed_on():
+    keys = {Pipeline([Counted()], GlueOptions(strict=strict)).uuid() for strict in (False, True)}
+    assert len(keys) == 2
+    assert None not in keys
 
 
 def test_origins_are_lines_and_layers():
