@@ -75,6 +75,16 @@ class DeviceSteps:
     def is_quiet(self) -> bool:
         return not self._waiting
 
+    def end_after_failure(self, compiles: int) -> None:
+        """Where the device ran out of memory, what waits is lost: a program may hold its results until the next call.
+
+        What a compile tries out may run out of memory, too.
+        """
+        step = self._step
+        if step and self._waiting and step.compiles == compiles and self._mark().failures > step.start.failures:
+            for number in list(self._waiting):
+                self.ended(number, has_run=False)
+
     def done(self, compiles: int) -> DoneStep | None:
         """The step that is over, once; ``compiles``: how many there have been by now."""
         step, self._step = self._step, None

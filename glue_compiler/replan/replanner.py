@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.autograd.function import BackwardCFunction
 from torch.utils._pytree import tree_leaves
 
 from glue_compiler import compat
@@ -39,7 +40,8 @@ log = logging.getLogger(__name__)
 FIRST, LAST = 2, 3
 """Steps from whose facts a plan may be made again. In the first one optimisers have no state yet."""
 MOST_CALLS = 1000
-"""Of a graph that no step is made of: it is followed no longer."""
+"""Of a graph: it is followed no longer."""
+UNSEEN = "its plan was not compared with what steps take: some call always waits for its backward"
 MOST_IDLE = 8
 """Steps without a call of a graph: it is not followed until its next one."""
 RANKS = "this is one of several ranks, and plans would differ between them"
@@ -114,7 +116,10 @@ class Replanner:
 
     def begin(self, graph: PlannedGraph, args: tuple[Any, ...]) -> tuple[torch.device, int] | None:
         """A call of ``graph`` begins: what :meth:`ended` is to be told, or None if it does not count."""
-        if (graph.is_settled and not self._followed) or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
+            return None
+        graph.calls += 1
+        if graph.is_settled and not self._followed and not graph.is_to_be_followed_again:
             return None
         try:
             return self._begin(graph, args)
@@ -138,29 +143,37 @@ class Replanner:
             return None
         with self._lock:
             self._drop_collected()
+            if graph.is_to_be_followed_again:
+                # This call may stand in the middle of a step, whose facts decide nothing then.
+                graph.is_settled, graph.steps = False, 0
             if device not in self._devices:
                 self._devices[device] = DeviceSteps(lambda: self._mark(device))
             steps = self._devices[device]
-            if steps.is_quiet and runtime.backward_id() is None:
-                # This call goes on with the plan that it has.
-                self._judge_all(steps.done(self._compiles))
-                steps.start(self._compiles)
-            graph.calls += 1
+            if runtime.backward_id() is None:
+                steps.end_after_failure(self._compiles)
+                if steps.is_quiet:
+                    # This call goes on with the plan that it has.
+                    self._judge_all(steps.done(self._compiles))
+                    steps.start(self._compiles)
             graph.idle = 0
-            if graph.calls > MOST_CALLS:
-                self._settle(graph)
-            elif not graph.is_settled:
+            if not graph.is_settled:
                 self._followed.add(graph)
+                if graph.calls > MOST_CALLS:
+                    if not graph.steps and not graph.next_look:
+                        graph.tell(UNSEEN)
+                    self._settle(graph)
             holds = not saved_tensor_hooks.are_active()
             number = steps.called(graph, _bytes_of(tensors, device), graph.kept, holds=holds)
         return None if number is None else (device, number)
 
     def wait(self, call: tuple[torch.device, int], results: Any) -> None:
         """The call has returned ``results``: it waits for their backward, if there is to be one."""
-        node = next((r.grad_fn for r in tree_leaves(results) if isinstance(r, torch.Tensor) and r.grad_fn), None)
-        if node is None:
+        nodes = [r.grad_fn for r in tree_leaves(results) if isinstance(r, torch.Tensor) and r.grad_fn]
+        if not nodes:
             self.ended(call, has_run=False)
             return
+        # A result that is a view has a node of its own in front of the call's.
+        node = next((node for node in nodes if isinstance(node, BackwardCFunction)), nodes[0])
         waits = _Waits(self, call)
         weakref.finalize(waits, self._collected.append, call).atexit = False
         node.register_hook(waits.finish)
@@ -189,8 +202,9 @@ class Replanner:
                 if graph.idle > MOST_IDLE:
                     self._followed.discard(graph)
 
-    def _settle(self, graph: PlannedGraph) -> None:
-        graph.is_settled = True
+    def _settle(self, graph: PlannedGraph, next_look: int = 0) -> None:
+        """Follow ``graph`` no longer, or not until its call number ``next_look``."""
+        graph.is_settled, graph.next_look = True, next_look
         self._followed.discard(graph)
 
     def _judge(self, graph: PlannedGraph, step: DoneStep) -> None:
@@ -208,7 +222,8 @@ class Replanner:
         if correction is not None:
             self._plan_again(graph, correction)
         elif graph.steps >= LAST:
-            self._settle(graph)
+            # Of accumulated gradients an optimiser makes its state later.
+            self._settle(graph, next_look=2 * graph.calls)
 
     def _plan_again(self, graph: PlannedGraph, correction: Correction) -> None:
         """Have the frame compiled again at its next call, unless there is a reason not to; tell."""
@@ -244,13 +259,17 @@ class PlannedGraph(Observer):
     ) -> None:
         self.key, self.compile_id = key, compile_id
         self.steps, self.calls, self.idle, self.error = 0, 0, 0, 0
-        self.is_settled = False
+        self.is_settled, self.next_look = False, 0
         self.is_hooked = False  # has a call been made under hooks on saved tensors?
         self._replanner, self._options, self._is_auto = replanner, options, is_auto
         self._held = held  # on the device when it was compiled
         self._predicted: Predicted | None = None
         self._report: GraphReport | None = None
         self._session: Session | None = None
+
+    @property
+    def is_to_be_followed_again(self) -> bool:
+        return self.is_settled and 0 < self.next_look <= self.calls
 
     def report_to(self, report: GraphReport, session: Session) -> None:
         self._report, self._session = report, session
