@@ -84,7 +84,8 @@ def draw_program(
         options = (("memory_budget", budget),)
         calls.append(Call("fresh", 4, context))  # a plan may be made again behind the first ones
     prelude = (Statement(f"FLOAT = {float_type}"), *draw.prelude.values())
-    between = "pass" if plain else draw.mostly("pass", *BETWEEN, share=0.9)
+    # A plan may keep an output for backward that eager does not (docs/plan_memory.md).
+    between = "pass" if plain or options else draw.mostly("pass", *BETWEEN, share=0.9)
     may_write = between == "pass" and not plain and not draw.fixed_inputs
     written = draw.integer(0, len(drawn.inputs) - 1) if may_write and draw.chance(0.08) else None
     if written is not None:
