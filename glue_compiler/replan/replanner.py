@@ -168,7 +168,7 @@ class Replanner:
 
     def wait(self, call: tuple[torch.device, int], results: Any) -> None:
         """The call has returned ``results``: it waits for their backward, if there is to be one."""
-        nodes = [r.grad_fn for r in tree_leaves(results) if isinstance(r, torch.Tensor) and r.grad_fn]
+        nodes: list[Any] = [r.grad_fn for r in tree_leaves(results) if isinstance(r, torch.Tensor) and r.grad_fn]
         if not nodes:
             self.ended(call, has_run=False)
             return
