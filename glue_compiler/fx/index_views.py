@@ -55,6 +55,15 @@ def broadcast_index(index: Index, shape: Sequence[Any]) -> Index:
     return tuple(sympy.Integer(0) if size == 1 else i for i, size in zip(last, shape, strict=True))
 
 
+def reshaped_index(index: Index, shape: Sequence[Any], result: Sequence[Any]) -> Index:
+    """The index into a tensor of ``shape`` for element ``index`` of it in the sizes ``result``, in the same order.
+
+    Raises:
+        NotAView: the sizes are not known to fit.
+    """
+    return broadcast_index(_reshape({}, tuple(shape), tuple(result), index), shape)
+
+
 def source_of(operators: Operators, value: Value, index: Index) -> Element:
     """The element, of what the operator behind ``value`` reads, that element ``index`` of ``value`` is.
 

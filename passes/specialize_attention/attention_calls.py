@@ -44,7 +44,7 @@ def attention_sites(scope: Scope, reader: IndexReader) -> Iterator[AttentionSite
             if call.operator is aten.scaled_dot_product_attention:
                 site = _operator_site(node, call, scope, reader)
             elif call.operator in _PRODUCTS:
-                site = _written_out_site(value, call, scope, reader) if found.dim() == 4 else None
+                site = _written_out_site(value, call, scope, reader)
                 if site is None and has_softmax(call, operators):
                     raise NotAttention("softmax between two products that are not of query, key and value [B, H, T, D]")
             else:
@@ -91,6 +91,8 @@ def _site(
     _require_supported_numbers(dropout, scale)
     shapes = [reader.shape(operators.value(node)) for node in (query, key, value, output)]
     (batch, heads, length, size), of_key, of_value, of_output = shapes
+    if len(of_output) == 3:
+        of_output = (batch, heads, *of_output[1:])  # products of the operands, with rows and heads as one dimension
     if not value_of(query).is_floating_point():
         raise NotAttention(f"query, key and value are of {value_of(query).dtype}")
     if any(each == 0 for shape in shapes for each in shape):
@@ -104,7 +106,10 @@ def _site(
         if of_key[1] != 1:
             raise NotAttention("the heads of keys are not those of queries")
         is_grouped = True
-    readers = {user for node in inside for user in node.users} - {output, *inside}
+    readers = {user: node for node in inside for user in node.users if user is not output and user not in inside}
+    of_scores = (batch, heads, length, of_key[2])
+    if any(reader.shape(operators.value(node)) != of_scores for node in readers.values()):
+        raise NotAttention("sizes other than those of query and key are read of its scores")
     if any(user < operand for user in readers for operand in (query, key)):
         raise NotAttention("the sizes of its scores are used before those of query and key are known")
     gradients = Gradients(output, operators)

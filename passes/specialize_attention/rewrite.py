@@ -96,8 +96,10 @@ class _Writer:
                     scale=site.scale,
                     enable_gqa=site.is_grouped,
                 )
-            if replacement.call is not None and value_of(result).shape[3] != expected.shape[3]:
-                result = self.make.method(graph, "narrow", result, 3, 0, expected.shape[3])
+            if replacement.call is not None and value_of(result).shape[3] != expected.shape[-1]:
+                result = self.make.method(graph, "narrow", result, 3, 0, expected.shape[-1])
+            if expected.dim() == 3:
+                result = self.make.method(graph, "flatten", result, 0, 1)
             result = self._not_saved(replacement, self._laid_out_as(expected, result))
         found = value_of(result)
         if (found.dtype, found.device, _sizes(found)) != (expected.dtype, expected.device, _sizes(expected)):

@@ -13,16 +13,15 @@ from torch import fx
 
 from glue_compiler.fx.index_expressions import IndexReader, Unreadable
 from glue_compiler.fx.index_operators import CONVERSIONS
-from glue_compiler.fx.index_views import Element, NotAView, broadcast_index, source_of
-from glue_compiler.fx.operators import FOUND, Call, Operators, Value
+from glue_compiler.fx.operators import Call, Operators, Value
 from glue_compiler.fx.values import value_of
 from glue_compiler.ops.mask_blocks import EmptyRows, Kind, hidden_below
 from glue_compiler.passes.specialize_attention.attention_parts import Mask, NotAttention
-from glue_compiler.passes.specialize_attention.gradients import Gradients
+from glue_compiler.passes.specialize_attention.operands import before_widening, operand_behind, regrouped_from
 from glue_compiler.passes.specialize_attention.products import product_of
 
 aten = torch.ops.aten
-_PASSED = (aten.clone, aten.contiguous, aten.view, aten.reshape)
+_PASSED = (aten.clone, aten.contiguous, aten.view, aten.reshape, aten.flatten, aten.unflatten)
 
 
 @dataclass
@@ -62,6 +61,8 @@ class WrittenOut:
 def read_written_out(output: Value, call: Call, reader: IndexReader) -> WrittenOut | None:
     """matmul(dropout(softmax(f * (cap(g * matmul(query, key^T)) + bias + mask))), value); None if the product is none.
 
+    Rows and heads may be one dimension, ``[B * H, T, D]``, of any of the operands, and of the scores in any place.
+
     Raises:
         NotAttention: it is one in another form.
     """
@@ -73,7 +74,7 @@ def read_written_out(output: Value, call: Call, reader: IndexReader) -> WrittenO
     weights = _softmax(outer.left, chain, operators)
     if weights is None:
         return None
-    weights = _without_row_maximum(weights, chain, operators)
+    weights = _without_row_maximum(_regrouped(weights, chain, operators), chain, operators)
     if chain.has_sinks:
         weights = _without_sinks(weights, chain, operators)
     scores = _capped(_biased(_masked(weights, chain, reader), chain, operators), chain, operators)
@@ -81,11 +82,13 @@ def read_written_out(output: Value, call: Call, reader: IndexReader) -> WrittenO
     if product is None:
         raise NotAttention("softmax of scores that are changed in another way than by a scale, a soft cap and a mask")
     chain.links.append(scores)
-    key = product.right if product.is_transposed else _transposed(product.right, output.node, reader)
-    query, value = product.left, outer.right
-    query, key = (_before_widening(each, output, operators) for each in (query, key))
-    if key is None or not operators.is_tensor(query) or not operators.is_tensor(value):
+    query = operand_behind(product.left, output.node, reader, is_transposed=False)
+    key = operand_behind(product.right, output.node, reader, is_transposed=not product.is_transposed)
+    value = operand_behind(outer.right, output.node, reader, is_transposed=False)
+    if query is None or key is None or value is None:
         return None
+    query, key = (before_widening(each, output, operators) for each in (query, key))
+    _require_one_grouping(query, chain.links, operators)
     nodes = [operators.node_of(link) for link in chain.links]
     nodes += [link.node for link in chain.links if isinstance(value_of(link.node), tuple)]
     if any(node is None or node.graph is not output.node.graph for node in nodes):
@@ -124,7 +127,7 @@ def _softmax(weights: Any, chain: Chain, operators: Operators) -> Value | None:
         match call:
             case Call(aten.softmax | aten.special_softmax, {"self": scores, "dim": dim}):
                 rank = operators.meta(weights).rank
-                is_over_keys = rank == 4 and isinstance(dim, int) and dim % rank == rank - 1
+                is_over_keys = rank in (3, 4) and isinstance(dim, int) and dim % rank == rank - 1
                 chain.dtypes.append(operators.meta(weights).dtype)
                 return scores if is_over_keys and operators.is_tensor(scores) else None
             case Call(aten.dropout, {"input": kept, "p": p, "train": train}):
@@ -133,18 +136,39 @@ def _softmax(weights: Any, chain: Chain, operators: Operators) -> Value | None:
                         raise NotAttention("it has two dropouts")
                     chain.dropout = p
                 weights = kept
-            case Call(aten.clone | aten.contiguous, {"self": same}):
-                weights = same
             case Call(aten.slice | aten.narrow, {"self": Value() as part}) if not chain.has_sinks:
                 if not _is_all_but_the_last(call, part, weights, operators):
                     return None
                 chain.has_sinks = True
                 weights = part
-            case _:
-                if call.operator not in CONVERSIONS:
-                    return None
+            case _ if call.operator in CONVERSIONS:
                 weights = call.arguments["self"]
+            case _:
+                weights = regrouped_from(weights, operators)
     return None
+
+
+def _regrouped(value: Value, chain: Chain, operators: Operators) -> Value:
+    """Takes views off the scores that make one dimension of rows and heads, or two of one; and copies."""
+    while (before := regrouped_from(value, operators)) is not None:
+        chain.links.append(value)
+        value = before
+    return value
+
+
+def _require_one_grouping(query: Value, links: list[Value], operators: Operators) -> None:
+    """Are all scores whose rows and heads are told apart of the query's? Masks are read as theirs."""
+    rows_and_heads = operators.meta(query).shape[:2]
+    shapes = (operators.meta(link).shape for link in links)
+    if any(len(shape) == 4 and shape[:2] != rows_and_heads for shape in shapes):
+        raise NotAttention("rows and heads of its scores are not those of its query")
+
+
+def _require_rows_and_heads(mask: Value, scores: Value, operators: Operators) -> None:
+    """Of ``[B * H, Q, K]``, broadcast to scores of that shape, nothing says what it holds for which head."""
+    shape = operators.meta(mask).shape
+    if operators.meta(scores).rank == 3 and len(shape) == 3 and shape[0] != 1:
+        raise NotAttention("its mask has one dimension for rows and heads together")
 
 
 def _is_all_but_the_last(call: Call, whole: Value, part: Value, operators: Operators) -> bool:
@@ -200,6 +224,7 @@ def _masked(value: Value, chain: Chain, reader: IndexReader) -> Value:
             for inner, mask in ((first, second), (second, first))[: 2 if add is aten.add else 1]:
                 unfilled = _without_fillings(inner, dataclasses.replace(behind, links=[]), reader)
                 if operators.is_tensor(mask) and _is_product(unfilled, operators):
+                    _require_rows_and_heads(mask, scores, operators)
                     dtype = reader.dtype(scores)
                     is_rounded = any(torch.promote_types(each, dtype) != each for each in behind.dtypes)
                     empty_rows: EmptyRows = "zeros" if chain.has_sinks else "nan"
@@ -221,6 +246,7 @@ def _without_fillings(value: Value, chain: Chain, reader: IndexReader) -> Value:
     """Takes boolean masks off the scores: ``masked_fill`` or ``where``."""
     while True:
         role: Kind
+        value = _regrouped(value, chain, reader.operators)
         match reader.operators.does(value):
             case Call(
                 aten.masked_fill | aten.masked_fill_,
@@ -241,6 +267,7 @@ def _is_filled(value: Value, mask: Value, role: Kind, filling: Any, chain: Chain
     low = _filling(filling, role, chain.factor, value, reader)
     if reader.dtype(mask) != torch.bool or low is None:
         return False
+    _require_rows_and_heads(mask, value, reader.operators)
     chain.mask = Mask(mask, role, _without_keys(low, chain), also=chain.mask)
     chain.links.append(value)
     return True
@@ -250,10 +277,12 @@ def _biased(value: Value, chain: Chain, operators: Operators) -> Value:
     """Takes numbers off the scores, in which a mask is filled in."""
     if chain.mask is None or chain.factor != 1 or any(mask.role == "added" for mask in chain.mask.parts):
         return value
+    value = _regrouped(value, chain, operators)
     match operators.does(value):
         case Call(aten.add, {"self": Value() as first, "other": Value() as second, "alpha": 1}):
             for scores, bias in ((first, second), (second, first)):
                 if operators.is_tensor(bias) and _is_product(scores, operators):
+                    _require_rows_and_heads(bias, value, operators)
                     chain.bias = bias
                     chain.links.append(value)
                     return scores
@@ -318,6 +347,7 @@ def _capped(value: Value, chain: Chain, operators: Operators) -> Value:
 def _scaled(value: Value, chain: Chain, operators: Operators) -> Value:
     """Takes factors off the scores."""
     while True:
+        value = _regrouped(value, chain, operators)
         call = operators.does(value)
         match call:
             case Call(aten.mul | aten.multiply | aten.mul_, {"self": first, "other": second}):
@@ -341,45 +371,6 @@ def _scaled(value: Value, chain: Chain, operators: Operators) -> Value:
 
 def _is_product(value: Value, operators: Operators) -> bool:
     return product_of(operators.does(_capped(value, Chain(), operators)), operators) is not None
-
-
-def _transposed(value: Any, output: fx.Node, reader: IndexReader) -> Value | None:
-    """The key ``[B, H, S, D]`` behind ``[B, H, D, S]``; None if there is none."""
-    operators = reader.operators
-    if not operators.is_tensor(value) or operators.meta(value).rank != 4:
-        return None
-    b, h, d, s = (sympy.Symbol(name, integer=True, nonnegative=True) for name in "bhds")
-    shape = reader.shape(value)
-    element = Element(value, broadcast_index((b, h, d, s), shape))
-    gradients = Gradients(output, operators)
-    while gradients.pass_through(element.value.node):
-        try:
-            element = source_of(operators, element.value, element.index)
-        except NotAView:
-            return None
-        found = reader.shape(element.value)
-        swapped = (shape[0], shape[1], shape[3], shape[2])
-        if found == swapped and element.index == broadcast_index((b, h, s, d), found):
-            is_of_a_node = element.value.step == FOUND or operators.node_of(element.value) is not None
-            if is_of_a_node and element.value.node.graph is output.graph:
-                return element.value
-    raise NotAttention("gradients are switched off for a part of it")
-
-
-def _before_widening(value: Any, output: Value, operators: Operators) -> Any:
-    """Of a tensor of the output's dtype that was converted to a wider one, which holds the same numbers, the tensor."""
-    dtype, gradients = operators.meta(output).dtype, Gradients(output.node, operators)
-    while operators.is_tensor(value) and operators.meta(value).dtype != dtype and gradients.pass_through(value.node):
-        call = operators.does(value)
-        if call is None or call.operator not in CONVERSIONS:
-            break
-        before = call.arguments["self"]
-        if not operators.is_tensor(before) or operators.meta(before).dtype != dtype:
-            break
-        if torch.promote_types(dtype, operators.meta(value).dtype) != operators.meta(value).dtype:
-            break
-        value = before
-    return value
 
 
 def _used_here_alone(links: list[fx.Node], output: fx.Node, operators: Operators) -> tuple[fx.Node, ...]:
