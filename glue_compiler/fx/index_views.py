@@ -211,8 +211,8 @@ def _groups(old: list[Any], new: list[Any]) -> list[tuple[list[tuple[int, Any]],
         second: list[tuple[int, Any]] = []
         while not first or not second or math.prod(s for _, s in first) != math.prod(s for _, s in second):
             ours, theirs = math.prod(s for _, s in first), math.prod(s for _, s in second)
-            take_old = i < len(old) and (not first or not isinstance(ours, int) or ours < _as_int(theirs))
-            if take_old:
+            is_less = bool(second) and (not isinstance(ours, int) or ours < _as_int(theirs))
+            if i < len(old) and (not first or is_less):
                 first.append((i, old[i]))
                 i += 1
             elif j < len(new):

@@ -106,10 +106,7 @@ def _site(
         if of_key[1] != 1:
             raise NotAttention("the heads of keys are not those of queries")
         is_grouped = True
-    readers = {user: node for node in inside for user in node.users if user is not output and user not in inside}
-    of_scores = (batch, heads, length, of_key[2])
-    if any(reader.shape(operators.value(node)) != of_scores for node in readers.values()):
-        raise NotAttention("sizes other than those of query and key are read of its scores")
+    readers = {user for node in inside for user in node.users} - {output, *inside}
     if any(user < operand for user in readers for operand in (query, key)):
         raise NotAttention("the sizes of its scores are used before those of query and key are known")
     gradients = Gradients(output, operators)

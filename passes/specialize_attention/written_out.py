@@ -32,6 +32,7 @@ class Chain:
         links: the values between the products.
         factor: of the scores when they are masked. scale: that and those of the scores before.
         dtypes: that the masked scores are converted to before they are exponentiated, from the last one on.
+        has_floor: the masked scores are no less than a number that hides a key.
         has_sinks: the weights are all columns of the softmax but the last; ``sinks`` are its scores, ``[B, H, Q, 1]``.
     """
 
@@ -41,6 +42,7 @@ class Chain:
     scale: Any = 1.0
     factor: float = 1.0
     softcap: float | None = None
+    has_floor: bool = False
     has_sinks: bool = False
     sinks: Value | None = None
     bias: Value | None = None
@@ -77,9 +79,10 @@ def read_written_out(output: Value, call: Call, reader: IndexReader) -> WrittenO
     weights = _without_row_maximum(_regrouped(weights, chain, operators), chain, operators)
     if chain.has_sinks:
         weights = _without_sinks(weights, chain, operators)
+    weights = _without_floor(weights, chain, reader)
     scores = _capped(_biased(_masked(weights, chain, reader), chain, operators), chain, operators)
     product = product_of(operators.does(scores), operators)
-    if product is None:
+    if product is None or (chain.has_floor and chain.mask is None):
         raise NotAttention("softmax of scores that are changed in another way than by a scale, a soft cap and a mask")
     chain.links.append(scores)
     query = operand_behind(product.left, output.node, reader, is_transposed=False)
@@ -93,7 +96,7 @@ def read_written_out(output: Value, call: Call, reader: IndexReader) -> WrittenO
     nodes += [link.node for link in chain.links if isinstance(value_of(link.node), tuple)]
     if any(node is None or node.graph is not output.node.graph for node in nodes):
         return None
-    inside = _used_here_alone([node for node in nodes if node is not None], output.node, operators)
+    inside = _used_here_alone([node for node in nodes if node is not None], scores, output.node, operators)
     _require_one_autocast(inside, output.node, operators)
     _require_one_precision((query, key, value), chain.links, output, operators)
     return WrittenOut(query, key, value, chain, inside)
@@ -157,10 +160,11 @@ def _regrouped(value: Value, chain: Chain, operators: Operators) -> Value:
 
 
 def _require_one_grouping(query: Value, links: list[Value], operators: Operators) -> None:
-    """Are all scores whose rows and heads are told apart of the query's? Masks are read as theirs."""
+    """Rows and heads that are one dimension in one place are told apart as the query's, of which masks are read."""
     rows_and_heads = operators.meta(query).shape[:2]
-    shapes = (operators.meta(link).shape for link in links)
-    if any(len(shape) == 4 and shape[:2] != rows_and_heads for shape in shapes):
+    shapes = [operators.meta(link).shape for link in links]
+    is_merged = any(len(shape) == 3 for shape in shapes)
+    if is_merged and any(len(shape) == 4 and shape[:2] != rows_and_heads for shape in shapes):
         raise NotAttention("rows and heads of its scores are not those of its query")
 
 
@@ -203,6 +207,26 @@ def _without_sinks(value: Value, chain: Chain, operators: Operators) -> Value:
     raise NotAttention("only a part of the softmax is used, and the rest of it are no attention sinks")
 
 
+def _without_floor(value: Value, chain: Chain, reader: IndexReader) -> Value:
+    """Takes a lower bound off the masked scores that hides a key as the mask does: weights of zero have no gradient."""
+    bounds: tuple[tuple[Any, Any], ...] = ()
+    match reader.operators.does(value):
+        case Call(aten.max | aten.maximum, {"self": first, "other": second}):
+            bounds = ((first, second), (second, first))
+        case Call(aten.clamp, {"self": scores, "min": low, "max": None}):
+            bounds = ((scores, low),)
+        case Call(aten.clamp_min, {"self": scores, "min": low}):
+            bounds = ((scores, low),)
+        case _:
+            pass
+    for scores, low in bounds:
+        if reader.operators.is_tensor(scores) and _filling(low, "shows", 1.0, value, reader) is not None:
+            chain.has_floor = True
+            chain.links.append(value)
+            return _regrouped(scores, chain, reader.operators)
+    return value
+
+
 def _is_row_maximum(value: Value, scores: Value, operators: Operators) -> bool:
     match operators.does(value):
         case Call(aten.max | aten.amax, {"self": of, "dim": int() | (int(),) as dim, "keepdim": True}):
@@ -237,6 +261,8 @@ def _masked(value: Value, chain: Chain, reader: IndexReader) -> Value:
     scores = _without_fillings(scores, behind, reader)
     if behind.mask is None:
         return value
+    if chain.has_floor:
+        behind.mask = dataclasses.replace(behind.mask, empty_rows=None)
     chain.links += behind.links
     chain.mask, chain.scale, chain.factor, chain.dtypes = behind.mask, behind.scale, behind.factor, behind.dtypes
     return scores
@@ -373,8 +399,8 @@ def _is_product(value: Value, operators: Operators) -> bool:
     return product_of(operators.does(_capped(value, Chain(), operators)), operators) is not None
 
 
-def _used_here_alone(links: list[fx.Node], output: fx.Node, operators: Operators) -> tuple[fx.Node, ...]:
-    """The nodes of a chain, with those that stand for the same values, last first.
+def _used_here_alone(links: list[fx.Node], scores: Value, output: fx.Node, operators: Operators) -> tuple[fx.Node, ...]:
+    """The nodes of a chain from ``scores`` on, with those that stand for the same values, last first.
 
     Raises:
         NotAttention: something else uses them.
@@ -385,7 +411,7 @@ def _used_here_alone(links: list[fx.Node], output: fx.Node, operators: Operators
     while waiting:
         node = waiting.pop()
         for user in node.users:
-            if user is output or user in inside or reads_sizes_alone(user, node, operators):
+            if user is output or user in inside or _reads_sizes_alone(user, node, scores, operators):
                 continue
             if not user.op.startswith("call_") or operators.value(user) not in values:
                 raise NotAttention("the attention weights or scores are used elsewhere too")
@@ -394,9 +420,15 @@ def _used_here_alone(links: list[fx.Node], output: fx.Node, operators: Operators
     return tuple(node for node in reversed(output.graph.nodes) if node in inside)
 
 
-def reads_sizes_alone(user: fx.Node, node: fx.Node, operators: Operators) -> bool:
-    """Does ``user`` expand another tensor to the sizes of ``node``, which is all that it takes of it?"""
+def _reads_sizes_alone(user: fx.Node, node: fx.Node, scores: Value, operators: Operators) -> bool:
+    """Does ``user`` expand another tensor to the sizes of ``node``, which are all that it takes of it?
+
+    They are those of the scores ``[B, H, Q, K]``, and not of a row's maximum, or of scores with sinks.
+    """
     if not user.op.startswith("call_") or len(user.all_input_nodes) != 2:
+        return False
+    shape = operators.meta(operators.value(node)).shape
+    if len(shape) != 4 or shape[-2:] != operators.meta(scores).shape[-2:]:
         return False
     match operators.does(operators.value(user)):
         case Call(aten.expand_as, {"other": Value() as other}):

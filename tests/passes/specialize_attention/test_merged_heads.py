@@ -1,0 +1,489 @@
+"""Softmax between two products whose rows and heads are one dimension, beside near misses; against eager in fp64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from tests.captured import count
+from tests.passes.specialize_attention.attention import (
+    LENGTH,
+    POSITIONS,
+    assert_as_eager,
+    assert_close,
+    counts,
+    inputs,
+    specialized,
+    square_tensors,
+)
+from tests.slow import one_in
+
+B, H, T = 2, 3, LENGTH
+CAUSAL, PACKED, LISTED, UNMASKED = ({form: 1} for form in ("causal", "packed", "listed", "unmasked"))
+STARTS = torch.cat([POSITIONS, POSITIONS.roll(3, 1)]) == 0
+KEYS = torch.rand(B, 1, T, T, generator=torch.Generator().manual_seed(0)) < 0.5
+KEYS_OF_HEADS = torch.rand(B, H, T, T, generator=torch.Generator().manual_seed(0)) < 0.5
+LOWEST = torch.finfo(torch.float64).min
+
+
+def causal(length=T):
+    token = torch.arange(length)
+    return token[:, None] >= token
+
+
+def documents(starts=STARTS):
+    ids = starts.cumsum(-1)
+    return (ids[:, None, :, None] == ids[:, None, None, :]) & causal()
+
+
+def added(visible, low=LOWEST):
+    return torch.zeros(visible.shape, dtype=torch.float64).masked_fill(~visible, low)
+
+
+def merged(tensor):
+    rows, heads, _, size = tensor.shape
+    return tensor.reshape(rows * heads, -1, size)
+
+
+def merged_otherwise(tensor):
+    return merged(tensor.transpose(0, 1))
+
+
+def merged_behind_tokens(tensor):
+    """As fsmt of transformers makes its query, of which no tensor ``[B, H, T, D]`` is there."""
+    rows, heads, length, size = tensor.shape
+    tokens = tensor.permute(2, 0, 1, 3).flatten(2).contiguous()
+    return tokens.view(length, rows * heads, size).transpose(0, 1)
+
+
+def product(left, right):
+    return torch.bmm(left, right.transpose(1, 2))
+
+
+def on_heads(change, rows=B, heads=H):
+    """``change``, of scores ``[B, H, T, S]``, for ``[B * H, T, S]``."""
+
+    def of_merged(scores):
+        return change(scores.view(rows, heads, *scores.shape[1:])).view(scores.shape)
+
+    return of_merged
+
+
+def unchanged(tensor):
+    return tensor
+
+
+def with_mask(scores):
+    return on_heads(lambda s: s + added(causal()))(scores)
+
+
+def between(
+    change=with_mask,
+    *,
+    weigh=lambda scores: F.softmax(scores, -1),
+    query=merged,
+    key=merged,
+    value=merged,
+    of_scores=product,
+    of_result=torch.bmm,
+    end=lambda out: out.view(B, H, T, -1).transpose(1, 2).flatten(2),
+):
+    """Attention as BART of transformers 4 writes it, and those that were copied from it."""
+
+    def fn(q, k, v):
+        return end(of_result(weigh(change(of_scores(query(q), key(k)))), value(v)))
+
+    return fn
+
+
+def repeated(key):
+    return key[:, :, None].expand(B, 1, H, T, 16).reshape(B, H, T, 16)
+
+
+def filled(visible, low=LOWEST):
+    return lambda scores: scores.masked_fill(~visible(), low)
+
+
+def floored(low=LOWEST, mask=lambda: added(causal())):
+    return on_heads(lambda s: torch.max(s + mask(), torch.full((), low, dtype=s.dtype)))
+
+
+READ = {
+    "a mask that is added": (between(), CAUSAL),
+    "documents that are filled in": (between(on_heads(filled(documents))), PACKED),
+    "documents that are chosen": (between(on_heads(lambda s: torch.where(documents(), s, -1e30))), PACKED),
+    "a mask that is read": (between(on_heads(lambda s: s + added(KEYS, -1e30))), LISTED),
+    "a mask of each head": (between(on_heads(filled(lambda: KEYS_OF_HEADS))), LISTED),
+    "two masks": (
+        between(lambda s: on_heads(filled(documents))(on_heads(lambda s: s.masked_fill(~causal(), -1e30))(s))),
+        PACKED,
+    ),
+    "numbers that are added, and a mask": (
+        between(
+            lambda s: on_heads(filled(lambda: KEYS))(
+                on_heads(lambda s: s + torch.arange(H)[:, None, None].double() * torch.arange(T))(s)
+            )
+        ),
+        LISTED,
+    ),
+    "no mask": (between(unchanged), UNMASKED),
+    "a mask of queries and keys, of merged scores": (between(lambda s: s + added(causal())), CAUSAL),
+    "the same with a dimension": (between(lambda s: s.masked_fill(~causal()[None], float("-inf"))), CAUSAL),
+    "scaled before, between and after": (
+        between(
+            lambda s: on_heads(lambda s: s * 0.5 + added(causal()))(s / 2.0),
+            query=lambda q: merged(q * 0.25),
+        ),
+        CAUSAL,
+    ),
+    "weights that are split and merged": (
+        between(weigh=lambda s: F.softmax(s, -1).view(B, H, T, T).view(B * H, T, T)),
+        CAUSAL,
+    ),
+    "no dropout": (between(weigh=lambda s: F.dropout(F.softmax(s, -1), 0.0, True)), CAUSAL),
+    "dropout outside of training": (between(weigh=lambda s: F.dropout(F.softmax(s, -1), 0.5, False)), CAUSAL),
+    "einsum": (
+        between(
+            of_scores=lambda q, k: torch.einsum("nid,njd->nij", q, k),
+            of_result=lambda w, v: torch.einsum("nij,njd->nid", w, v),
+        ),
+        CAUSAL,
+    ),
+    "matmul": (between(of_scores=lambda q, k: q @ k.mT, of_result=torch.matmul), CAUSAL),
+    "products of merged scores alone": (
+        between(
+            query=unchanged,
+            key=unchanged,
+            value=unchanged,
+            of_scores=lambda q, k: (q @ k.mT).view(B * H, T, T),
+            of_result=lambda w, v: w.view(B, H, T, T) @ v,
+        ),
+        CAUSAL,
+    ),
+    "one head of keys": (between(key=lambda k: merged(repeated(k)), value=lambda v: merged(repeated(v))), CAUSAL),
+    "flattened": (between(query=lambda q: q.flatten(0, 1), key=lambda k: k.contiguous().flatten(0, 1)), CAUSAL),
+    "merged and split in the other order": (
+        between(
+            on_heads(lambda s: s + added(causal()), H, B),
+            query=merged_otherwise,
+            key=merged_otherwise,
+            value=merged_otherwise,
+            end=lambda out: out.view(H, B, T, -1).transpose(0, 1),
+        ),
+        CAUSAL,
+    ),
+    "a floor under the masked scores": (between(floored()), CAUSAL),
+    "a floor that is a number": (between(lambda s: (s + added(causal())).clamp(min=-1e30)), CAUSAL),
+    "a floor under documents": (between(floored(-1e30, lambda: added(documents(), float("-inf")))), PACKED),
+    "the result as it is": (between(end=unchanged), CAUSAL),
+}
+
+
+@pytest.mark.parametrize("eager", [True, False], ids=["the graph", "compiled"])
+@pytest.mark.parametrize("name", one_in(3, READ))
+def test_rows_and_heads_in_one_dimension(name, eager):
+    fn, expected = READ[name]
+    assert_as_eager(fn, expected, tensors=inputs(B, H, 1 if name == "one head of keys" else H), eager=eager)
+
+
+UNREAD = "not of query, key and value"
+CHANGED = "changed in another way"
+
+
+def without_gradients(fn):
+    def changed(tensor):
+        with torch.no_grad():
+            return fn(tensor)
+
+    return changed
+
+
+def in_bfloat16(fn):
+    def changed(tensor):
+        with torch.autocast("cpu", torch.bfloat16):
+            return fn(tensor)
+
+    return changed
+
+
+def as_baddbmm(query, key):
+    return torch.baddbmm(torch.ones(B * H, T, T, dtype=query.dtype), query, key.transpose(1, 2))
+
+
+LEFT = {
+    "all are merged in the other order, and split in this": (
+        between(query=merged_otherwise, key=merged_otherwise, value=merged_otherwise),
+        "rows and heads of its scores",
+    ),
+    "keys are merged in the other order": (between(key=merged_otherwise), "broadcast to each other"),
+    "values are merged in the other order": (between(value=merged_otherwise), "broadcast to each other"),
+    "queries are merged in the other order": (between(unchanged, query=merged_otherwise), "broadcast to each other"),
+    "a query behind tokens": (between(query=merged_behind_tokens), UNREAD),
+    "keys that are not split again": (between(key=lambda k: torch.cat([merged(k[:1]), merged(k[1:])])), UNREAD),
+    "rows, heads and halves of tokens": (
+        between(unchanged, **{name: lambda t: t.reshape(B * H * 2, T // 2, 16) for name in ("query", "key", "value")}),
+        UNREAD,
+    ),
+    "softmax over queries": (between(weigh=lambda s: F.softmax(s, 1)), {}),
+    "softmax over heads": (between(weigh=lambda s: F.softmax(s, 0)), {}),
+    "softmax over two queries": (
+        between(weigh=lambda s: F.softmax(s.view(B * H, T // 2, 2 * T), -1).view(s.shape)),
+        UNREAD,
+    ),
+    "weights that are transposed": (between(weigh=lambda s: F.softmax(s, -1).mT), {}),
+    "a transposed mask": (
+        between(lambda s: (s.view(B, H, T, T).transpose(0, 1) + added(causal())).transpose(0, 1).reshape(s.shape)),
+        CHANGED,
+    ),
+    "a mask for rows and heads": (
+        between(lambda s: s.masked_fill(~KEYS_OF_HEADS.flatten(0, 1), -1e30)),
+        "one dimension for rows and heads",
+    ),
+    "numbers for rows and heads that are added": (
+        between(lambda s: s + added(KEYS_OF_HEADS.flatten(0, 1), -1e30)),
+        "one dimension for rows and heads",
+    ),
+    "numbers for rows and heads beside a mask": (
+        between(lambda s: (s + torch.ones(B * H, 1, T).double()).masked_fill(~causal(), -1e30)),
+        "one dimension for rows and heads",
+    ),
+    "scores that are added to": (between(unchanged, of_scores=as_baddbmm), CHANGED),
+    "a floor without a mask": (between(lambda s: s.clamp(min=-1e30)), CHANGED),
+    "a floor that hides nothing": (between(floored(-20.0)), CHANGED),
+    "a ceiling": (between(lambda s: (s + added(causal())).clamp(min=-1e30, max=1.0)), CHANGED),
+    "a floor under a mask that is read": (between(floored(mask=lambda: added(KEYS))), "rounded or bounded"),
+    "merged without gradients": (between(key=without_gradients(merged)), "gradients are switched off"),
+    "split without gradients": (
+        between(without_gradients(with_mask)),
+        "gradients are switched off|not of query",
+    ),
+    "weights merged without gradients": (
+        between(weigh=lambda s: without_gradients(lambda w: w.view(s.shape))(F.softmax(s, -1).view(B, H, T, T))),
+        "gradients are switched off",
+    ),
+    "weights that are returned": (
+        lambda q, k, v: (lambda w: (torch.bmm(w, merged(v)), w))(
+            F.softmax(product(merged(q), merged(k)) + added(causal()), -1)
+        ),
+        "used elsewhere",
+    ),
+    "weights that are returned for each head": (
+        lambda q, k, v: (lambda w: (torch.bmm(w.view(B * H, T, T), merged(v)), w))(
+            F.softmax(product(merged(q), merged(k)) + added(causal()), -1).view(B, H, T, T)
+        ),
+        "used elsewhere",
+    ),
+    "expanded to merged scores": (
+        lambda q, k, v: (lambda s: (torch.bmm(F.softmax(s, -1), merged(v)), causal().expand_as(s)))(
+            product(merged(q), merged(k))
+        ),
+        "used elsewhere",
+    ),
+    "negated": (between(end=lambda out: out.neg_()), "written in place later"),
+    "a view of it is written": (
+        between(end=lambda out: (out.view(B, H, T, -1)[:, 0].zero_(), out)[1]),
+        "written in place later",
+    ),
+}
+
+
+@pytest.mark.parametrize("eager", [True, False], ids=["the graph", "compiled"])
+@pytest.mark.parametrize("name", one_in(3, LEFT))
+def test_what_is_no_such_attention_stays(name, eager):
+    fn, expected = LEFT[name]
+    assert_as_eager(fn, expected, tensors=inputs(B, H, H), eager=eager)
+
+
+def test_modes_of_autocast_inside():
+    tensors = [tensor.detach().float() for tensor in inputs(B, H, H)]
+    for change, reason in (
+        (in_bfloat16(on_heads(lambda s: s + added(causal()).float())), "autocast is switched"),
+        (on_heads(lambda s: s + added(causal(), -1e30).float()), None),
+    ):
+        torch._dynamo.reset()
+        fn = between(change)
+        run = specialized(fn)
+        torch.testing.assert_close(run.call(*tensors), fn(*tensors))
+        assert counts(run) == ({} if reason else CAUSAL)
+        assert all(reason is not None and reason in skip for skip in run.skip_reasons)
+
+
+# -- sizes
+
+
+def of_any_size(query, key, value):
+    rows, heads, queries, size = query.shape
+    keys = key.shape[2]
+    scores = product(merged(query), merged(key))
+    assert scores.size() == (rows * heads, queries, keys)
+    hidden = torch.arange(queries)[:, None] < torch.arange(keys)
+    mask = torch.zeros(queries, keys, dtype=query.dtype).masked_fill(hidden, -1e30).expand(rows, 1, queries, keys)
+    scores = (scores.view(rows, heads, queries, keys) + mask).view(rows * heads, queries, keys)
+    out = torch.bmm(F.softmax(scores, -1), merged(value))
+    assert out.size() == (rows * heads, queries, size)
+    return out.view(rows, heads, queries, size).transpose(1, 2).reshape(rows, queries, heads * size)
+
+
+@pytest.mark.parametrize("sizes", [(2, 3, 12), (1, 2, 12), (2, 1, 12), (1, 1, 12), (2, 2, 12)])
+def test_one_row_one_head_or_as_many_of_both(sizes):
+    rows, heads, length = sizes
+    assert_as_eager(of_any_size, CAUSAL, tensors=inputs(rows, heads, heads, length))
+
+
+def test_one_token():
+    """All of it is one number for each head: a causal mask shows that."""
+    run = specialized(of_any_size)
+    assert_close(of_any_size, run, inputs(2, 3, 3, 1))
+    assert sum(counts(run).values()) == 1
+
+
+def test_sizes_that_vary():
+    run = specialized(of_any_size, dynamic=True)
+    for rows, length in ((2, 12), (3, 7), (5, 9)):
+        assert_close(of_any_size, run, inputs(rows, 3, 3, length))
+    assert counts(run) == CAUSAL
+    assert len(run.graphs) == 1
+
+
+def test_sizes_that_are_not_proved_stay():
+    """Keys of as many rows as queries times heads, as far as is known: how many rows, nothing says."""
+
+    def fn(query, key, value):
+        rows, heads, length, size = query.shape
+        weights = F.softmax(product(merged(query), key), -1)
+        return torch.bmm(weights, value).view(rows, heads, length, size)
+
+    query, key, value = inputs(2, 3, 3)
+    assert_as_eager(fn, UNREAD, tensors=[query, *(t.detach().flatten(0, 1).requires_grad_() for t in (key, value))])
+
+
+# -- gradients, dropout and memory
+
+
+@pytest.mark.parametrize("frozen", [(0,), (1, 2), (2,), (0, 1, 2)], ids=str)
+def test_what_is_frozen_gets_no_gradient(frozen):
+    tensors = [tensor.detach().requires_grad_(i not in frozen) for i, tensor in enumerate(inputs(B, H, H))]
+    assert_as_eager(between(), CAUSAL, tensors=tensors, eager=False)
+
+
+def test_dropout_is_passed_on():
+    run = specialized(between(weigh=lambda s: F.dropout(F.softmax(s, -1), 0.5, True)))
+    run.call(*inputs(B, H, H))
+    assert counts(run) == CAUSAL
+    (call,) = run.graph.graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention)
+    assert call.kwargs["dropout_p"] == 0.5
+    assert call.kwargs["is_causal"]
+
+
+def test_no_scores_are_left():
+    run = specialized(between())
+    run.call(*inputs(B, H, H))
+    assert counts(run) == CAUSAL
+    assert square_tensors(run) == []
+    assert count(run.graph, torch.bmm) == 0
+    assert [node.name for node in run.graph.graph.nodes if tuple(_shape(node)[:1]) == (B * H,)] == [
+        run.graph.graph.find_nodes(op="call_method", target="flatten")[0].name
+    ]
+
+
+def _shape(node):
+    value = node.meta.get("example_value")
+    return value.shape if isinstance(value, torch.Tensor) else ()
+
+
+def test_in_a_region():
+    def fn(query, key, value):
+        return checkpoint(between(), query, key, value, use_reentrant=False)
+
+    assert_as_eager(fn, CAUSAL, tensors=inputs(B, H, H), eager=False)
+
+
+def query_written(query, key, value):
+    """The products keep a copy of it, which is not written."""
+    query = (query * 2).transpose(1, 2).contiguous().transpose(1, 2)
+    out = between()(query, key, value)
+    query.zero_()
+    return out
+
+
+def query_written_after_it_was_copied(query, key, value):
+    doubled = query.detach() * 2
+    rows = merged(doubled.transpose(0, 1)).clone()
+    doubled.zero_()
+    return between(unchanged, query=lambda q: rows, key=merged_otherwise, value=merged_otherwise)(query, key, value)
+
+
+def merged_query_written(query, key, value):
+    rows = merged(query * 2)
+    rows.mul_(3)
+    return between(query=lambda q: rows)(query, key, value)
+
+
+def scores_written_in_a_view(query, key, value):
+    def change(scores):
+        scores.view(B, H, T, T).add_(added(causal()))
+        return scores
+
+    return between(change)(query, key, value)
+
+
+def scores_filled_in_a_view(query, key, value):
+    return between(on_heads(lambda s: s.masked_fill_(~causal(), LOWEST)))(query, key, value)
+
+
+@pytest.mark.parametrize("eager", [True, False], ids=["the graph", "compiled"])
+@pytest.mark.parametrize(
+    ("fn", "expected"),
+    [
+        (query_written, "written in place later"),
+        (query_written_after_it_was_copied, "written in place inside of it"),
+        (merged_query_written, UNREAD),
+        (scores_written_in_a_view, CHANGED),
+        (scores_filled_in_a_view, CAUSAL),
+    ],
+)
+def test_writes_in_place(fn, expected, eager):
+    assert_as_eager(fn, expected, tensors=inputs(B, H, H), eager=eager)
+
+
+@pytest.mark.parametrize("write", ["out += 1", "out.data.zero_()"])
+@pytest.mark.parametrize("end", [unchanged, lambda out: out.view(B, H, T, 16).transpose(1, 2)])
+def test_a_caller_may_write_the_result_before_backward(end, write):
+    def gradients(call):
+        torch.manual_seed(0)
+        tensors = inputs(B, H, H)
+        out = call(*tensors)
+        exec(write, {"out": out})
+        out.pow(2).sum().backward()
+        return [tensor.grad for tensor in tensors]
+
+    fn = between(end=end)
+    expected = gradients(fn)
+    run = specialized(fn, eager=False, compiler="aot_eager")
+    torch.testing.assert_close(gradients(run.call), expected)
+    assert counts(run) == CAUSAL
+
+
+@pytest.mark.parametrize("write", ["given.mul_(3)", "given.data.mul_(3)"])
+def test_a_caller_may_write_what_was_merged_before_backward(write):
+    """It was copied, and backward of the products reads the copies."""
+
+    def fn(query, key, value):
+        return between(query=merged_otherwise, key=merged_otherwise, value=merged_otherwise, change=unchanged)(
+            query, key, value
+        )
+
+    def gradients(call):
+        torch.manual_seed(0)
+        leaves = inputs(B, H, H)
+        tensors = [leaf * 1 for leaf in leaves]
+        out = call(*tensors)
+        for given in tensors:
+            exec(write, {"given": given})
+        out.pow(2).sum().backward()
+        return [leaf.grad for leaf in leaves]
+
+    expected = gradients(fn)
+    run = specialized(fn, eager=False)
+    torch.testing.assert_close(gradients(run.call), expected)
+    assert counts(run) == UNMASKED
