@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tests.captured import count
+from tests.captured import count, result_and_gradients
 from tests.passes.specialize_attention.attention import (
     LENGTH,
     POSITIONS,
@@ -308,6 +308,20 @@ def test_modes_of_autocast_inside():
         assert all(reason is not None and reason in skip for skip in run.skip_reasons)
 
 
+def test_autocast_around_it():
+    tensors = [tensor.detach().float().requires_grad_() for tensor in inputs(B, H, H)]
+
+    def fn(query, key, value):
+        with torch.autocast("cpu", torch.bfloat16):
+            return between(on_heads(lambda s: s + added(causal(), -1e30).float()))(query, key, value)
+
+    run = specialized(fn, eager=False)
+    (out, *gradients), (wanted, *of_wanted) = (result_and_gradients(call, tensors) for call in (run.call, fn))
+    assert counts(run) == CAUSAL
+    assert out.dtype == wanted.dtype
+    torch.testing.assert_close([out, *gradients], [wanted, *of_wanted], rtol=5e-2, atol=5e-2)
+
+
 # -- sizes
 
 
@@ -427,6 +441,15 @@ def scores_written_in_a_view(query, key, value):
     return between(change)(query, key, value)
 
 
+def scores_written_under_a_view(query, key, value):
+    def change(scores):
+        split = scores.view(B, H, T, T)
+        scores.mul_(2.0)
+        return (split + added(causal())).view(scores.shape)
+
+    return between(change)(query, key, value)
+
+
 def scores_filled_in_a_view(query, key, value):
     return between(on_heads(lambda s: s.masked_fill_(~causal(), LOWEST)))(query, key, value)
 
@@ -439,6 +462,7 @@ def scores_filled_in_a_view(query, key, value):
         (query_written_after_it_was_copied, "written in place inside of it"),
         (merged_query_written, UNREAD),
         (scores_written_in_a_view, CHANGED),
+        (scores_written_under_a_view, "used elsewhere|another way"),
         (scores_filled_in_a_view, CAUSAL),
     ],
 )
