@@ -91,7 +91,7 @@ def read_written_out(output: Value, call: Call, reader: IndexReader) -> WrittenO
     if query is None or key is None or value is None:
         return None
     query, key = (before_widening(each, output, operators) for each in (query, key))
-    _require_one_grouping(query, chain.links, operators)
+    _require_one_grouping(query, chain, operators)
     nodes = [operators.node_of(link) for link in chain.links]
     nodes += [link.node for link in chain.links if isinstance(value_of(link.node), tuple)]
     if any(node is None or node.graph is not output.node.graph for node in nodes):
@@ -159,20 +159,18 @@ def _regrouped(value: Value, chain: Chain, operators: Operators) -> Value:
     return value
 
 
-def _require_one_grouping(query: Value, links: list[Value], operators: Operators) -> None:
+def _require_one_grouping(query: Value, chain: Chain, operators: Operators) -> None:
     """Rows and heads that are one dimension in one place are told apart as the query's, of which masks are read."""
-    rows_and_heads = operators.meta(query).shape[:2]
-    shapes = [operators.meta(link).shape for link in links]
-    is_merged = any(len(shape) == 3 for shape in shapes)
-    if is_merged and any(len(shape) == 4 and shape[:2] != rows_and_heads for shape in shapes):
-        raise NotAttention("rows and heads of its scores are not those of its query")
-
-
-def _require_rows_and_heads(mask: Value, scores: Value, operators: Operators) -> None:
-    """Of ``[B * H, Q, K]``, broadcast to scores of that shape, nothing says what it holds for which head."""
-    shape = operators.meta(mask).shape
-    if operators.meta(scores).rank == 3 and len(shape) == 3 and shape[0] != 1:
-        raise NotAttention("its mask has one dimension for rows and heads together")
+    masks = [each.value for each in chain.mask.parts] if chain.mask is not None else []
+    masks += [chain.bias] if chain.bias is not None else []
+    shapes = {link: operators.meta(link).shape for link in chain.links}
+    for link in [link for link, shape in shapes.items() if len(shape) == 3]:
+        call = operators.does(link)
+        given = [each for each in masks if call is not None and each in call.arguments.values()]
+        if any(len(shape) == 3 and shape[0] != 1 for shape in (operators.meta(each).shape for each in given)):
+            raise NotAttention("its mask has one dimension for rows and heads together")
+        if any(len(shape) == 4 and shape[:2] != operators.meta(query).shape[:2] for shape in shapes.values()):
+            raise NotAttention("rows and heads of its scores are not those of its query")
 
 
 def _is_all_but_the_last(call: Call, whole: Value, part: Value, operators: Operators) -> bool:
@@ -220,7 +218,7 @@ def _without_floor(value: Value, chain: Chain, reader: IndexReader) -> Value:
         case _:
             pass
     for scores, low in bounds:
-        if reader.operators.is_tensor(scores) and _filling(low, "shows", 1.0, value, reader) is not None:
+        if reader.operators.is_tensor(scores) and _filling(low, "hides", 1.0, value, reader) is not None:
             chain.has_floor = True
             chain.links.append(value)
             return _regrouped(scores, chain, reader.operators)
@@ -248,7 +246,6 @@ def _masked(value: Value, chain: Chain, reader: IndexReader) -> Value:
             for inner, mask in ((first, second), (second, first))[: 2 if add is aten.add else 1]:
                 unfilled = _without_fillings(inner, dataclasses.replace(behind, links=[]), reader)
                 if operators.is_tensor(mask) and _is_product(unfilled, operators):
-                    _require_rows_and_heads(mask, scores, operators)
                     dtype = reader.dtype(scores)
                     is_rounded = any(torch.promote_types(each, dtype) != each for each in behind.dtypes)
                     empty_rows: EmptyRows = "zeros" if chain.has_sinks else "nan"
@@ -293,7 +290,6 @@ def _is_filled(value: Value, mask: Value, role: Kind, filling: Any, chain: Chain
     low = _filling(filling, role, chain.factor, value, reader)
     if reader.dtype(mask) != torch.bool or low is None:
         return False
-    _require_rows_and_heads(mask, value, reader.operators)
     chain.mask = Mask(mask, role, _without_keys(low, chain), also=chain.mask)
     chain.links.append(value)
     return True
@@ -308,7 +304,6 @@ def _biased(value: Value, chain: Chain, operators: Operators) -> Value:
         case Call(aten.add, {"self": Value() as first, "other": Value() as second, "alpha": 1}):
             for scores, bias in ((first, second), (second, first)):
                 if operators.is_tensor(bias) and _is_product(scores, operators):
-                    _require_rows_and_heads(bias, value, operators)
                     chain.bias = bias
                     chain.links.append(value)
                     return scores

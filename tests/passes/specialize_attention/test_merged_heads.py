@@ -114,6 +114,10 @@ READ = {
     "documents that are chosen": (between(on_heads(lambda s: torch.where(documents(), s, -1e30))), PACKED),
     "a mask that is read": (between(on_heads(lambda s: s + added(KEYS, -1e30))), LISTED),
     "a mask of each head": (between(on_heads(filled(lambda: KEYS_OF_HEADS))), LISTED),
+    "a mask of each head for all rows, first": (
+        between(on_heads(lambda s: torch.zeros(H, T, T).double().masked_fill(~KEYS_OF_HEADS[0], -1e30) + s)),
+        LISTED,
+    ),
     "two masks": (
         between(lambda s: on_heads(filled(documents))(on_heads(lambda s: s.masked_fill(~causal(), -1e30))(s))),
         PACKED,
