@@ -180,6 +180,24 @@ READ = {
     "a floor that is a number": (between(lambda s: (s + added(causal())).clamp(min=-1e30)), CAUSAL),
     "a floor under documents": (between(floored(-1e30, lambda: added(documents(), float("-inf")))), PACKED),
     "the result as it is": (between(end=unchanged), CAUSAL),
+    "rows of keys that are shared": (
+        lambda q, k, v: between()(q, k[:1].expand(B, -1, -1, -1), v[:1].expand(B, -1, -1, -1)),
+        CAUSAL,
+    ),
+    "values of another size": (
+        between(on_heads(filled(documents)), value=lambda v: merged(v[..., :8])),
+        PACKED,
+    ),
+    "a soft cap": (between(lambda s: with_mask(torch.tanh(s) * 2.0)), LISTED),
+    "less a row's maximum": (between(lambda s: (t := with_mask(s)) - t.amax(-1, keepdim=True)), CAUSAL),
+    "one after the other": (
+        lambda q, k, v: (split := between(end=lambda out: out.view(B, H, T, 16)))(split(q, k, v), k, v),
+        {"causal": 2},
+    ),
+    "written in place": (
+        between(lambda s: on_heads(lambda s: s.add_(added(causal())))(s.div_(2.0))),
+        CAUSAL,
+    ),
 }
 
 
@@ -200,6 +218,12 @@ def without_gradients(fn):
             return fn(tensor)
 
     return changed
+
+
+def hooked(tensor):
+    rows = merged(tensor)
+    rows.register_hook(lambda gradient: gradient * 2)
+    return rows
 
 
 def in_bfloat16(fn):
@@ -283,6 +307,8 @@ LEFT = {
         ),
         "used elsewhere",
     ),
+    "a hook on what is merged": (between(query=hooked), UNREAD),
+    "scores without gradients": (between(lambda s: with_mask(s.detach())), "gradients are switched off"),
     "negated": (between(end=lambda out: out.neg_()), "written in place later"),
     "a view of it is written": (
         between(end=lambda out: (out.view(B, H, T, -1)[:, 0].zero_(), out)[1]),
