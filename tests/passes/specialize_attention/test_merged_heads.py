@@ -3,32 +3,42 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
-from tests.captured import count, result_and_gradients
+from tests.captured import result_and_gradients
 from tests.passes.specialize_attention.attention import (
-    LENGTH,
     POSITIONS,
     assert_as_eager,
     assert_close,
     counts,
     inputs,
     specialized,
-    square_tensors,
+)
+from tests.passes.specialize_attention.merged_heads import (
+    CAUSAL,
+    CHANGED,
+    LISTED,
+    LOWEST,
+    PACKED,
+    UNMASKED,
+    UNREAD,
+    B,
+    H,
+    T,
+    added,
+    between,
+    causal,
+    merged,
+    merged_otherwise,
+    on_heads,
+    product,
+    unchanged,
+    with_mask,
 )
 from tests.slow import one_in
 
-B, H, T = 2, 3, LENGTH
-CAUSAL, PACKED, LISTED, UNMASKED = ({form: 1} for form in ("causal", "packed", "listed", "unmasked"))
 STARTS = torch.cat([POSITIONS, POSITIONS.roll(3, 1)]) == 0
 KEYS = torch.rand(B, 1, T, T, generator=torch.Generator().manual_seed(0)) < 0.5
 KEYS_OF_HEADS = torch.rand(B, H, T, T, generator=torch.Generator().manual_seed(0)) < 0.5
-LOWEST = torch.finfo(torch.float64).min
-
-
-def causal(length=T):
-    token = torch.arange(length)
-    return token[:, None] >= token
 
 
 def documents(starts=STARTS):
@@ -36,64 +46,11 @@ def documents(starts=STARTS):
     return (ids[:, None, :, None] == ids[:, None, None, :]) & causal()
 
 
-def added(visible, low=LOWEST):
-    return torch.zeros(visible.shape, dtype=torch.float64).masked_fill(~visible, low)
-
-
-def merged(tensor):
-    rows, heads, _, size = tensor.shape
-    return tensor.reshape(rows * heads, -1, size)
-
-
-def merged_otherwise(tensor):
-    return merged(tensor.transpose(0, 1))
-
-
 def merged_behind_tokens(tensor):
     """As fsmt of transformers makes its query, of which no tensor ``[B, H, T, D]`` is there."""
     rows, heads, length, size = tensor.shape
     tokens = tensor.permute(2, 0, 1, 3).flatten(2).contiguous()
     return tokens.view(length, rows * heads, size).transpose(0, 1)
-
-
-def product(left, right):
-    return torch.bmm(left, right.transpose(1, 2))
-
-
-def on_heads(change, rows=B, heads=H):
-    """``change``, of scores ``[B, H, T, S]``, for ``[B * H, T, S]``."""
-
-    def of_merged(scores):
-        return change(scores.view(rows, heads, *scores.shape[1:])).view(scores.shape)
-
-    return of_merged
-
-
-def unchanged(tensor):
-    return tensor
-
-
-def with_mask(scores):
-    return on_heads(lambda s: s + added(causal()))(scores)
-
-
-def between(
-    change=with_mask,
-    *,
-    weigh=lambda scores: F.softmax(scores, -1),
-    query=merged,
-    key=merged,
-    value=merged,
-    of_scores=product,
-    of_result=torch.bmm,
-    end=lambda out: out.view(B, H, T, -1).transpose(1, 2).flatten(2),
-):
-    """Attention as BART of transformers 4 writes it, and those that were copied from it."""
-
-    def fn(q, k, v):
-        return end(of_result(weigh(change(of_scores(query(q), key(k)))), value(v)))
-
-    return fn
 
 
 def repeated(key):
@@ -206,10 +163,6 @@ READ = {
 def test_rows_and_heads_in_one_dimension(name, eager):
     fn, expected = READ[name]
     assert_as_eager(fn, expected, tensors=inputs(B, H, 1 if name == "one head of keys" else H), eager=eager)
-
-
-UNREAD = "not of query, key and value"
-CHANGED = "changed in another way"
 
 
 def without_gradients(fn):
@@ -399,145 +352,3 @@ def test_sizes_that_are_not_proved_stay():
 
     query, key, value = inputs(2, 3, 3)
     assert_as_eager(fn, UNREAD, tensors=[query, *(t.detach().flatten(0, 1).requires_grad_() for t in (key, value))])
-
-
-# -- gradients, dropout and memory
-
-
-@pytest.mark.parametrize("frozen", [(0,), (1, 2), (2,), (0, 1, 2)], ids=str)
-def test_what_is_frozen_gets_no_gradient(frozen):
-    tensors = [tensor.detach().requires_grad_(i not in frozen) for i, tensor in enumerate(inputs(B, H, H))]
-    assert_as_eager(between(), CAUSAL, tensors=tensors, eager=False)
-
-
-def test_dropout_is_passed_on():
-    run = specialized(between(weigh=lambda s: F.dropout(F.softmax(s, -1), 0.5, True)))
-    run.call(*inputs(B, H, H))
-    assert counts(run) == CAUSAL
-    (call,) = run.graph.graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention)
-    assert call.kwargs["dropout_p"] == 0.5
-    assert call.kwargs["is_causal"]
-
-
-def test_no_scores_are_left():
-    run = specialized(between())
-    run.call(*inputs(B, H, H))
-    assert counts(run) == CAUSAL
-    assert square_tensors(run) == []
-    assert count(run.graph, torch.bmm) == 0
-    assert [node.name for node in run.graph.graph.nodes if tuple(_shape(node)[:1]) == (B * H,)] == [
-        run.graph.graph.find_nodes(op="call_method", target="flatten")[0].name
-    ]
-
-
-def _shape(node):
-    value = node.meta.get("example_value")
-    return value.shape if isinstance(value, torch.Tensor) else ()
-
-
-def test_in_a_region():
-    def fn(query, key, value):
-        return checkpoint(between(), query, key, value, use_reentrant=False)
-
-    assert_as_eager(fn, CAUSAL, tensors=inputs(B, H, H), eager=False)
-
-
-def query_written(query, key, value):
-    """The products keep a copy of it, which is not written."""
-    query = (query * 2).transpose(1, 2).contiguous().transpose(1, 2)
-    out = between()(query, key, value)
-    query.zero_()
-    return out
-
-
-def query_written_after_it_was_copied(query, key, value):
-    doubled = query.detach() * 2
-    rows = merged(doubled.transpose(0, 1)).clone()
-    doubled.zero_()
-    return between(unchanged, query=lambda q: rows, key=merged_otherwise, value=merged_otherwise)(query, key, value)
-
-
-def merged_query_written(query, key, value):
-    rows = merged(query * 2)
-    rows.mul_(3)
-    return between(query=lambda q: rows)(query, key, value)
-
-
-def scores_written_in_a_view(query, key, value):
-    def change(scores):
-        scores.view(B, H, T, T).add_(added(causal()))
-        return scores
-
-    return between(change)(query, key, value)
-
-
-def scores_written_under_a_view(query, key, value):
-    def change(scores):
-        split = scores.view(B, H, T, T)
-        scores.mul_(2.0)
-        return (split + added(causal())).view(scores.shape)
-
-    return between(change)(query, key, value)
-
-
-def scores_filled_in_a_view(query, key, value):
-    return between(on_heads(lambda s: s.masked_fill_(~causal(), LOWEST)))(query, key, value)
-
-
-@pytest.mark.parametrize("eager", [True, False], ids=["the graph", "compiled"])
-@pytest.mark.parametrize(
-    ("fn", "expected"),
-    [
-        (query_written, "written in place later"),
-        (query_written_after_it_was_copied, "written in place inside of it"),
-        (merged_query_written, UNREAD),
-        (scores_written_in_a_view, CHANGED),
-        (scores_written_under_a_view, "used elsewhere|another way"),
-        (scores_filled_in_a_view, CAUSAL),
-    ],
-)
-def test_writes_in_place(fn, expected, eager):
-    assert_as_eager(fn, expected, tensors=inputs(B, H, H), eager=eager)
-
-
-@pytest.mark.parametrize("write", ["out += 1", "out.data.zero_()"])
-@pytest.mark.parametrize("end", [unchanged, lambda out: out.view(B, H, T, 16).transpose(1, 2)])
-def test_a_caller_may_write_the_result_before_backward(end, write):
-    def gradients(call):
-        torch.manual_seed(0)
-        tensors = inputs(B, H, H)
-        out = call(*tensors)
-        exec(write, {"out": out})
-        out.pow(2).sum().backward()
-        return [tensor.grad for tensor in tensors]
-
-    fn = between(end=end)
-    expected = gradients(fn)
-    run = specialized(fn, eager=False, compiler="aot_eager")
-    torch.testing.assert_close(gradients(run.call), expected)
-    assert counts(run) == CAUSAL
-
-
-@pytest.mark.parametrize("write", ["given.mul_(3)", "given.data.mul_(3)"])
-def test_a_caller_may_write_what_was_merged_before_backward(write):
-    """It was copied, and backward of the products reads the copies."""
-
-    def fn(query, key, value):
-        return between(query=merged_otherwise, key=merged_otherwise, value=merged_otherwise, change=unchanged)(
-            query, key, value
-        )
-
-    def gradients(call):
-        torch.manual_seed(0)
-        leaves = inputs(B, H, H)
-        tensors = [leaf * 1 for leaf in leaves]
-        out = call(*tensors)
-        for given in tensors:
-            exec(write, {"given": given})
-        out.pow(2).sum().backward()
-        return [leaf.grad for leaf in leaves]
-
-    expected = gradients(fn)
-    run = specialized(fn, eager=False)
-    torch.testing.assert_close(gradients(run.call), expected)
-    assert counts(run) == UNMASKED
