@@ -214,7 +214,7 @@ class _Writer:
         shape = value_of(mask).shape
         if len(shape) >= -dim and expression(shape[dim]) == expression(value_of(operand).shape[2]):
             return self.make.size(mask.graph, mask, len(shape) + dim)
-        return self.make.size(mask.graph, operand, 2)
+        return self.make.size(mask.graph, self.results.get(operand, operand), 2)
 
     def _expand_without_scores(self, site: AttentionSite) -> None:
         """What is expanded to the sizes of the scores is expanded to those of query and key."""
@@ -258,7 +258,7 @@ class _Writer:
         self.make.meta, self.make.mode = {}, self.reader.operators.mode(place.before)
         with graph.inserting_before(place.before):
             batch, length = (
-                self.make.size(graph, site.query, dim) if size is None else size
+                self.make.size(graph, self.results.get(site.query, site.query), dim) if size is None else size
                 for dim, size in ((0, place.batch), (2, place.length))
             )
             device = value_of(site.query).device
