@@ -55,6 +55,15 @@ def broadcast_index(index: Index, shape: Sequence[Any]) -> Index:
     return tuple(sympy.Integer(0) if size == 1 else i for i, size in zip(last, shape, strict=True))
 
 
+def reshaped_index(index: Index, shape: Sequence[Any], result: Sequence[Any]) -> Index:
+    """The index into a tensor of ``shape`` for element ``index`` of it in the sizes ``result``, in the same order.
+
+    Raises:
+        NotAView: the sizes are not known to fit.
+    """
+    return broadcast_index(_reshape({}, tuple(shape), tuple(result), index), shape)
+
+
 def source_of(operators: Operators, value: Value, index: Index) -> Element:
     """The element, of what the operator behind ``value`` reads, that element ``index`` of ``value`` is.
 
@@ -202,8 +211,8 @@ def _groups(old: list[Any], new: list[Any]) -> list[tuple[list[tuple[int, Any]],
         second: list[tuple[int, Any]] = []
         while not first or not second or math.prod(s for _, s in first) != math.prod(s for _, s in second):
             ours, theirs = math.prod(s for _, s in first), math.prod(s for _, s in second)
-            take_old = i < len(old) and (not first or not isinstance(ours, int) or ours < _as_int(theirs))
-            if take_old:
+            is_less = bool(second) and (not isinstance(ours, int) or ours < _as_int(theirs))
+            if i < len(old) and (not first or is_less):
                 first.append((i, old[i]))
                 i += 1
             elif j < len(new):

@@ -44,7 +44,7 @@ def attention_sites(scope: Scope, reader: IndexReader) -> Iterator[AttentionSite
             if call.operator is aten.scaled_dot_product_attention:
                 site = _operator_site(node, call, scope, reader)
             elif call.operator in _PRODUCTS:
-                site = _written_out_site(value, call, scope, reader) if found.dim() == 4 else None
+                site = _written_out_site(value, call, scope, reader)
                 if site is None and has_softmax(call, operators):
                     raise NotAttention("softmax between two products that are not of query, key and value [B, H, T, D]")
             else:
@@ -91,6 +91,8 @@ def _site(
     _require_supported_numbers(dropout, scale)
     shapes = [reader.shape(operators.value(node)) for node in (query, key, value, output)]
     (batch, heads, length, size), of_key, of_value, of_output = shapes
+    if len(of_output) == 3:
+        of_output = (batch, heads, *of_output[1:])  # products of the operands, with rows and heads as one dimension
     if not value_of(query).is_floating_point():
         raise NotAttention(f"query, key and value are of {value_of(query).dtype}")
     if any(each == 0 for shape in shapes for each in shape):

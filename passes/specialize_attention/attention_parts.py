@@ -43,8 +43,8 @@ class AttentionSite:
     """One attention. ``query`` is ``[B, Hq, Q, D]``, ``key`` and ``value`` ``[B, Hkv, K, D]``.
 
     Attributes:
-        output: the node with the result ``[B, Hq, Q, D]``. It finds in the memory of query, key and value what the
-            attention reads, whatever was written there before.
+        output: the node with the result ``[B, Hq, Q, D]`` or ``[B * Hq, Q, D]``. It finds in the memory of query, key
+            and value what the attention reads, whatever was written there before.
         grouped_key, grouped_value: key and value before their heads were repeated for the query's; the same where they
             were not.
         is_grouped: the query has more heads than ``grouped_key``, or may have.

@@ -72,7 +72,7 @@ def listed_mask(site: AttentionSite, reader: IndexReader) -> ListedMask:
     if mask.factor != 1:
         raise UnknownMask("it is multiplied with the scores")
     if mask.empty_rows is None:
-        raise UnknownMask("the masked scores are rounded, and what hides a key then is not known")
+        raise UnknownMask("the masked scores are rounded or bounded, and what hides a key then is not known")
     elements = _elements(mask.value, mask.role == "added", site, reader)
     bias = _elements(site.bias, True, site, reader) if site.bias is not None else None
     return ListedMask(elements, mask.role, mask.empty_rows, bias)

@@ -18,7 +18,9 @@ Layout = tuple[int, ...]
 def layout_of(tensor: Tensor) -> Layout | None:
     """None: elements are left out, or lie in the same place."""
     shape, strides = (tuple(map(expression, each)) for each in (tensor.shape, tensor.stride()))
-    orders: list[Layout] = [(0, 1, 2, 3), (0, 2, 1, 3), *itertools.permutations(range(len(shape)))]
+    orders: list[Layout] = list(itertools.permutations(range(len(shape))))
+    if len(shape) == 4:
+        orders = [(0, 1, 2, 3), (0, 2, 1, 3), *orders]
     return next((order for order in orders if has_layout(shape, strides, order)), None)
 
 

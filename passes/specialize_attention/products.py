@@ -1,4 +1,4 @@
-"""Products of matrices for each row and head, however they are written."""
+"""Products of matrices for each row and head, or for both as one dimension, however they are written."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Product:
-    """``left @ right``, or ``left @ right.transpose(-1, -2)``; all are of four dimensions."""
+    """``left @ right``, or ``left @ right.transpose(-1, -2)``."""
 
     left: Value
     right: Value
@@ -23,6 +23,8 @@ class Product:
 def product_of(call: Call | None, operators: Operators) -> Product | None:
     match call:
         case Call(aten.matmul, {"self": Value() as left, "other": Value() as right}):
+            return Product(left, right, False)
+        case Call(aten.bmm, {"self": Value() as left, "mat2": Value() as right}):
             return Product(left, right, False)
         case Call(aten.einsum, {"equation": str() as equation, "tensors": [Value() as first, Value() as second]}):
             factors, _, result = equation.replace(" ", "").partition("->")
@@ -41,11 +43,10 @@ def product_of(call: Call | None, operators: Operators) -> Product | None:
 
 def _is_transposed(left: str, right: str, result: str) -> bool | None:
     """Of ``bhij,bhjk->bhik`` False, of ``bhij,bhkj->bhik`` True; None for what is no such product."""
-    names = "".join(dict.fromkeys(left + right))
-    if not (names.isalpha() and len(names) == 5 and len(left) == len(right) == len(result) == 4):
+    names, rank = "".join(dict.fromkeys(left + right)), len(result)
+    if not (names.isalpha() and rank in (3, 4) and len(names) == rank + 1 and len(left) == len(right) == rank):
         return None
-    rows, inner, columns = left[2], left[3], result[3]
-    batch = left[:2]
-    if result != batch + rows + columns or len({*batch, rows, inner, columns}) != 5:
+    batch, rows, inner, columns = left[:-2], left[-2], left[-1], result[-1]
+    if result != batch + rows + columns or len({*batch, rows, inner, columns}) != rank + 1:
         return None
     return {batch + inner + columns: False, batch + columns + inner: True}.get(right)

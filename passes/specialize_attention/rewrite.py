@@ -96,8 +96,10 @@ class _Writer:
                     scale=site.scale,
                     enable_gqa=site.is_grouped,
                 )
-            if replacement.call is not None and value_of(result).shape[3] != expected.shape[3]:
-                result = self.make.method(graph, "narrow", result, 3, 0, expected.shape[3])
+            if replacement.call is not None and value_of(result).shape[3] != expected.shape[-1]:
+                result = self.make.method(graph, "narrow", result, 3, 0, expected.shape[-1])
+            if expected.dim() == 3:
+                result = self.make.method(graph, "flatten", result, 0, 1)
             result = self._not_saved(replacement, self._laid_out_as(expected, result))
         found = value_of(result)
         if (found.dtype, found.device, _sizes(found)) != (expected.dtype, expected.device, _sizes(expected)):
@@ -212,7 +214,7 @@ class _Writer:
         shape = value_of(mask).shape
         if len(shape) >= -dim and expression(shape[dim]) == expression(value_of(operand).shape[2]):
             return self.make.size(mask.graph, mask, len(shape) + dim)
-        return self.make.size(mask.graph, operand, 2)
+        return self.make.size(mask.graph, self.results.get(operand, operand), 2)
 
     def _expand_without_scores(self, site: AttentionSite) -> None:
         """What is expanded to the sizes of the scores is expanded to those of query and key."""
@@ -256,7 +258,7 @@ class _Writer:
         self.make.meta, self.make.mode = {}, self.reader.operators.mode(place.before)
         with graph.inserting_before(place.before):
             batch, length = (
-                self.make.size(graph, site.query, dim) if size is None else size
+                self.make.size(graph, self.results.get(site.query, site.query), dim) if size is None else size
                 for dim, size in ((0, place.batch), (2, place.length))
             )
             device = value_of(site.query).device

@@ -13,16 +13,15 @@ from torch import fx
 
 from glue_compiler.fx.index_expressions import IndexReader, Unreadable
 from glue_compiler.fx.index_operators import CONVERSIONS
-from glue_compiler.fx.index_views import Element, NotAView, broadcast_index, source_of
-from glue_compiler.fx.operators import FOUND, Call, Operators, Value
+from glue_compiler.fx.operators import Call, Operators, Value
 from glue_compiler.fx.values import value_of
 from glue_compiler.ops.mask_blocks import EmptyRows, Kind, hidden_below
 from glue_compiler.passes.specialize_attention.attention_parts import Mask, NotAttention
-from glue_compiler.passes.specialize_attention.gradients import Gradients
+from glue_compiler.passes.specialize_attention.operands import before_widening, operand_behind, regrouped_from
 from glue_compiler.passes.specialize_attention.products import product_of
 
 aten = torch.ops.aten
-_PASSED = (aten.clone, aten.contiguous, aten.view, aten.reshape)
+_PASSED = (aten.clone, aten.contiguous, aten.view, aten.reshape, aten.flatten, aten.unflatten)
 
 
 @dataclass
@@ -33,6 +32,7 @@ class Chain:
         links: the values between the products.
         factor: of the scores when they are masked. scale: that and those of the scores before.
         dtypes: that the masked scores are converted to before they are exponentiated, from the last one on.
+        has_floor: the masked scores are no less than a number that hides a key.
         has_sinks: the weights are all columns of the softmax but the last; ``sinks`` are its scores, ``[B, H, Q, 1]``.
     """
 
@@ -42,6 +42,7 @@ class Chain:
     scale: Any = 1.0
     factor: float = 1.0
     softcap: float | None = None
+    has_floor: bool = False
     has_sinks: bool = False
     sinks: Value | None = None
     bias: Value | None = None
@@ -62,6 +63,8 @@ class WrittenOut:
 def read_written_out(output: Value, call: Call, reader: IndexReader) -> WrittenOut | None:
     """matmul(dropout(softmax(f * (cap(g * matmul(query, key^T)) + bias + mask))), value); None if the product is none.
 
+    Rows and heads may be one dimension, ``[B * H, T, D]``, of any of the operands, and of the scores in any place.
+
     Raises:
         NotAttention: it is one in another form.
     """
@@ -73,24 +76,27 @@ def read_written_out(output: Value, call: Call, reader: IndexReader) -> WrittenO
     weights = _softmax(outer.left, chain, operators)
     if weights is None:
         return None
-    weights = _without_row_maximum(weights, chain, operators)
+    weights = _without_row_maximum(_regrouped(weights, chain, operators), chain, operators)
     if chain.has_sinks:
         weights = _without_sinks(weights, chain, operators)
+    weights = _without_floor(weights, chain, reader)
     scores = _capped(_biased(_masked(weights, chain, reader), chain, operators), chain, operators)
     product = product_of(operators.does(scores), operators)
-    if product is None:
+    if product is None or (chain.has_floor and chain.mask is None):
         raise NotAttention("softmax of scores that are changed in another way than by a scale, a soft cap and a mask")
     chain.links.append(scores)
-    key = product.right if product.is_transposed else _transposed(product.right, output.node, reader)
-    query, value = product.left, outer.right
-    query, key = (_before_widening(each, output, operators) for each in (query, key))
-    if key is None or not operators.is_tensor(query) or not operators.is_tensor(value):
+    query = operand_behind(product.left, output.node, reader, is_transposed=False)
+    key = operand_behind(product.right, output.node, reader, is_transposed=not product.is_transposed)
+    value = operand_behind(outer.right, output.node, reader, is_transposed=False)
+    if query is None or key is None or value is None:
         return None
+    query, key = (before_widening(each, output, operators) for each in (query, key))
+    _require_one_grouping(query, chain, operators)
     nodes = [operators.node_of(link) for link in chain.links]
     nodes += [link.node for link in chain.links if isinstance(value_of(link.node), tuple)]
     if any(node is None or node.graph is not output.node.graph for node in nodes):
         return None
-    inside = _used_here_alone([node for node in nodes if node is not None], output.node, operators)
+    inside = _used_here_alone([node for node in nodes if node is not None], scores, output.node, operators)
     _require_one_autocast(inside, output.node, operators)
     _require_one_precision((query, key, value), chain.links, output, operators)
     return WrittenOut(query, key, value, chain, inside)
@@ -124,7 +130,7 @@ def _softmax(weights: Any, chain: Chain, operators: Operators) -> Value | None:
         match call:
             case Call(aten.softmax | aten.special_softmax, {"self": scores, "dim": dim}):
                 rank = operators.meta(weights).rank
-                is_over_keys = rank == 4 and isinstance(dim, int) and dim % rank == rank - 1
+                is_over_keys = rank in (3, 4) and isinstance(dim, int) and dim % rank == rank - 1
                 chain.dtypes.append(operators.meta(weights).dtype)
                 return scores if is_over_keys and operators.is_tensor(scores) else None
             case Call(aten.dropout, {"input": kept, "p": p, "train": train}):
@@ -133,18 +139,38 @@ def _softmax(weights: Any, chain: Chain, operators: Operators) -> Value | None:
                         raise NotAttention("it has two dropouts")
                     chain.dropout = p
                 weights = kept
-            case Call(aten.clone | aten.contiguous, {"self": same}):
-                weights = same
             case Call(aten.slice | aten.narrow, {"self": Value() as part}) if not chain.has_sinks:
                 if not _is_all_but_the_last(call, part, weights, operators):
                     return None
                 chain.has_sinks = True
                 weights = part
-            case _:
-                if call.operator not in CONVERSIONS:
-                    return None
+            case _ if call.operator in CONVERSIONS:
                 weights = call.arguments["self"]
+            case _:
+                weights = regrouped_from(weights, operators)
     return None
+
+
+def _regrouped(value: Value, chain: Chain, operators: Operators) -> Value:
+    """Takes views off the scores that make one dimension of rows and heads, or two of one; and copies."""
+    while (before := regrouped_from(value, operators)) is not None:
+        chain.links.append(value)
+        value = before
+    return value
+
+
+def _require_one_grouping(query: Value, chain: Chain, operators: Operators) -> None:
+    """Rows and heads that are one dimension in one place are told apart as the query's, of which masks are read."""
+    masks = [each.value for each in chain.mask.parts] if chain.mask is not None else []
+    masks += [chain.bias] if chain.bias is not None else []
+    shapes = {link: operators.meta(link).shape for link in chain.links}
+    for link in [link for link, shape in shapes.items() if len(shape) == 3]:
+        call = operators.does(link)
+        given = [each for each in masks if call is not None and each in call.arguments.values()]
+        if any(len(shape) == 3 and shape[0] != 1 for shape in (operators.meta(each).shape for each in given)):
+            raise NotAttention("its mask has one dimension for rows and heads together")
+        if any(len(shape) == 4 and shape[:2] != operators.meta(query).shape[:2] for shape in shapes.values()):
+            raise NotAttention("rows and heads of its scores are not those of its query")
 
 
 def _is_all_but_the_last(call: Call, whole: Value, part: Value, operators: Operators) -> bool:
@@ -177,6 +203,26 @@ def _without_sinks(value: Value, chain: Chain, operators: Operators) -> Value:
         case _:
             pass
     raise NotAttention("only a part of the softmax is used, and the rest of it are no attention sinks")
+
+
+def _without_floor(value: Value, chain: Chain, reader: IndexReader) -> Value:
+    """Takes a lower bound off the masked scores that hides a key as the mask does: weights of zero have no gradient."""
+    bounds: tuple[tuple[Any, Any], ...] = ()
+    match reader.operators.does(value):
+        case Call(aten.max | aten.maximum, {"self": first, "other": second}):
+            bounds = ((first, second), (second, first))
+        case Call(aten.clamp, {"self": scores, "min": low, "max": None}):
+            bounds = ((scores, low),)
+        case Call(aten.clamp_min, {"self": scores, "min": low}):
+            bounds = ((scores, low),)
+        case _:
+            pass
+    for scores, low in bounds:
+        if reader.operators.is_tensor(scores) and _filling(low, "hides", 1.0, value, reader) is not None:
+            chain.has_floor = True
+            chain.links.append(value)
+            return _regrouped(scores, chain, reader.operators)
+    return value
 
 
 def _is_row_maximum(value: Value, scores: Value, operators: Operators) -> bool:
@@ -212,6 +258,8 @@ def _masked(value: Value, chain: Chain, reader: IndexReader) -> Value:
     scores = _without_fillings(scores, behind, reader)
     if behind.mask is None:
         return value
+    if chain.has_floor:
+        behind.mask = dataclasses.replace(behind.mask, empty_rows=None)
     chain.links += behind.links
     chain.mask, chain.scale, chain.factor, chain.dtypes = behind.mask, behind.scale, behind.factor, behind.dtypes
     return scores
@@ -221,6 +269,7 @@ def _without_fillings(value: Value, chain: Chain, reader: IndexReader) -> Value:
     """Takes boolean masks off the scores: ``masked_fill`` or ``where``."""
     while True:
         role: Kind
+        value = _regrouped(value, chain, reader.operators)
         match reader.operators.does(value):
             case Call(
                 aten.masked_fill | aten.masked_fill_,
@@ -250,6 +299,7 @@ def _biased(value: Value, chain: Chain, operators: Operators) -> Value:
     """Takes numbers off the scores, in which a mask is filled in."""
     if chain.mask is None or chain.factor != 1 or any(mask.role == "added" for mask in chain.mask.parts):
         return value
+    value = _regrouped(value, chain, operators)
     match operators.does(value):
         case Call(aten.add, {"self": Value() as first, "other": Value() as second, "alpha": 1}):
             for scores, bias in ((first, second), (second, first)):
@@ -318,6 +368,7 @@ def _capped(value: Value, chain: Chain, operators: Operators) -> Value:
 def _scaled(value: Value, chain: Chain, operators: Operators) -> Value:
     """Takes factors off the scores."""
     while True:
+        value = _regrouped(value, chain, operators)
         call = operators.does(value)
         match call:
             case Call(aten.mul | aten.multiply | aten.mul_, {"self": first, "other": second}):
@@ -343,47 +394,8 @@ def _is_product(value: Value, operators: Operators) -> bool:
     return product_of(operators.does(_capped(value, Chain(), operators)), operators) is not None
 
 
-def _transposed(value: Any, output: fx.Node, reader: IndexReader) -> Value | None:
-    """The key ``[B, H, S, D]`` behind ``[B, H, D, S]``; None if there is none."""
-    operators = reader.operators
-    if not operators.is_tensor(value) or operators.meta(value).rank != 4:
-        return None
-    b, h, d, s = (sympy.Symbol(name, integer=True, nonnegative=True) for name in "bhds")
-    shape = reader.shape(value)
-    element = Element(value, broadcast_index((b, h, d, s), shape))
-    gradients = Gradients(output, operators)
-    while gradients.pass_through(element.value.node):
-        try:
-            element = source_of(operators, element.value, element.index)
-        except NotAView:
-            return None
-        found = reader.shape(element.value)
-        swapped = (shape[0], shape[1], shape[3], shape[2])
-        if found == swapped and element.index == broadcast_index((b, h, s, d), found):
-            is_of_a_node = element.value.step == FOUND or operators.node_of(element.value) is not None
-            if is_of_a_node and element.value.node.graph is output.graph:
-                return element.value
-    raise NotAttention("gradients are switched off for a part of it")
-
-
-def _before_widening(value: Any, output: Value, operators: Operators) -> Any:
-    """Of a tensor of the output's dtype that was converted to a wider one, which holds the same numbers, the tensor."""
-    dtype, gradients = operators.meta(output).dtype, Gradients(output.node, operators)
-    while operators.is_tensor(value) and operators.meta(value).dtype != dtype and gradients.pass_through(value.node):
-        call = operators.does(value)
-        if call is None or call.operator not in CONVERSIONS:
-            break
-        before = call.arguments["self"]
-        if not operators.is_tensor(before) or operators.meta(before).dtype != dtype:
-            break
-        if torch.promote_types(dtype, operators.meta(value).dtype) != operators.meta(value).dtype:
-            break
-        value = before
-    return value
-
-
-def _used_here_alone(links: list[fx.Node], output: fx.Node, operators: Operators) -> tuple[fx.Node, ...]:
-    """The nodes of a chain, with those that stand for the same values, last first.
+def _used_here_alone(links: list[fx.Node], scores: Value, output: fx.Node, operators: Operators) -> tuple[fx.Node, ...]:
+    """The nodes of a chain from ``scores`` on, with those that stand for the same values, last first.
 
     Raises:
         NotAttention: something else uses them.
@@ -394,7 +406,7 @@ def _used_here_alone(links: list[fx.Node], output: fx.Node, operators: Operators
     while waiting:
         node = waiting.pop()
         for user in node.users:
-            if user is output or user in inside or reads_sizes_alone(user, node, operators):
+            if user is output or user in inside or _reads_sizes_alone(user, node, scores, operators):
                 continue
             if not user.op.startswith("call_") or operators.value(user) not in values:
                 raise NotAttention("the attention weights or scores are used elsewhere too")
@@ -403,9 +415,15 @@ def _used_here_alone(links: list[fx.Node], output: fx.Node, operators: Operators
     return tuple(node for node in reversed(output.graph.nodes) if node in inside)
 
 
-def reads_sizes_alone(user: fx.Node, node: fx.Node, operators: Operators) -> bool:
-    """Does ``user`` expand another tensor to the sizes of ``node``, which is all that it takes of it?"""
+def _reads_sizes_alone(user: fx.Node, node: fx.Node, scores: Value, operators: Operators) -> bool:
+    """Does ``user`` expand another tensor to the sizes of ``node``, which are all that it takes of it?
+
+    They are those of the scores ``[B, H, Q, K]``, and not of a row's maximum, or of scores with sinks.
+    """
     if not user.op.startswith("call_") or len(user.all_input_nodes) != 2:
+        return False
+    shape = operators.meta(operators.value(node)).shape
+    if len(shape) != 4 or shape[-2:] != operators.meta(scores).shape[-2:]:
         return False
     match operators.does(operators.value(user)):
         case Call(aten.expand_as, {"other": Value() as other}):

@@ -95,8 +95,13 @@ def _operator(draw: Draw, query: str, key: str, value: str, mask: str, use_gqa: 
 
 
 def _written_out(draw: Draw, masks: Masks, query: str, key: str, value: str) -> str:
-    turned = spellings.transposed(draw, key)
-    text = spellings.product(draw, query, turned)
+    is_merged = draw.chance(0.35)
+    if is_merged:
+        merged = (_merged(draw, name, length) for name, length in ((query, "T"), (key, "S"), (value, "S")))
+        query, key, value = (draw.let("rows", text, "float", 3) for text in merged)
+        text = _merged_product(draw, query, key)
+    else:
+        text = spellings.product(draw, query, spellings.transposed(draw, key))
     scale = draw.mostly("0.25", "0.5", "1", "0.0", "-0.5")
     text = draw.mostly(
         f"{text} * {scale}",
@@ -106,8 +111,10 @@ def _written_out(draw: Draw, masks: Masks, query: str, key: str, value: str) -> 
         f"torch.mul({text}, {scale})",
         f"torch.div({text}, 2)",
     )
-    scores = draw.let("scores", text, "float", 4)
+    scores = draw.let("scores", text, "float", 3 if is_merged else 4)
     how = draw.integer(0, 9)
+    if is_merged and how < 9:
+        scores = draw.let("scores", _regrouped(draw, scores, "B, HEADS, T, S"), "float", 4)
     if how < 4:
         bias = masks.added()
         text = draw.mostly(
@@ -134,10 +141,17 @@ def _written_out(draw: Draw, masks: Masks, query: str, key: str, value: str) -> 
         text = spellings.where(draw, masks.boolean(), scores, low, tensors=True)
     else:
         text = scores
-    scores = draw.let("scores", text, "float", 4)
-    weights = draw.let("weights", spellings.softmax(draw, scores, 4), "float", 4, plain=f"F.softmax({scores}, dim=-1)")
+    rank = 3 if is_merged and how == 9 else 4
+    scores = draw.let("scores", text, "float", rank)
+    if is_merged and rank == 4:
+        if draw.chance(0.2):
+            scores = draw.let("scores", f"torch.max({scores}, torch.full((), -1e30, dtype=FLOAT{draw.at}))", "float", 4)
+        rank = 3
+        scores = draw.let("scores", _regrouped(draw, scores, "B * HEADS, T, S"), "float", rank)
+    softmax = spellings.softmax(draw, scores, rank)
+    weights = draw.let("weights", softmax, "float", rank, plain=f"F.softmax({scores}, dim=-1)")
     if draw.chance(0.3):
-        weights = draw.let("weights", spellings.no_dropout(draw, weights), "float", 4)
+        weights = draw.let("weights", spellings.no_dropout(draw, weights), "float", rank)
     if draw.chance(0.2):
         weights = draw.let(
             "weights",
@@ -149,8 +163,12 @@ def _written_out(draw: Draw, masks: Masks, query: str, key: str, value: str) -> 
                 f"{weights}.to(torch.float64)",
             ),
             "float",
-            4,
+            rank,
         )
+    if is_merged:
+        text = draw.pick(f"torch.bmm({weights}, {value})", f"{weights} @ {value}", f"{weights}.bmm({value})")
+        result = draw.let("result", text, "float", 3)
+        return draw.let("out", _regrouped(draw, result, "B, HEADS, T, SIZE"), "float", 4)
     return draw.let(
         "out",
         draw.pick(
@@ -162,6 +180,39 @@ def _written_out(draw: Draw, masks: Masks, query: str, key: str, value: str) -> 
         ),
         "float",
         4,
+    )
+
+
+def _merged(draw: Draw, operand: str, length: str) -> str:
+    """Rows and heads as one dimension, rarely with heads before rows, or of tensors with tokens in front."""
+    return draw.mostly(
+        f"{operand}.reshape(B * HEADS, -1, SIZE)",
+        f"{operand}.contiguous().view(B * HEADS, {length}, SIZE)",
+        f"{operand}.flatten(0, 1)",
+        f"{operand}.transpose(0, 1).reshape(B * HEADS, -1, SIZE)",
+        f"{operand}.transpose(1, 2).contiguous().transpose(1, 2).reshape(-1, {length}, SIZE)",
+        f"{operand}.permute(2, 0, 1, 3).reshape({length}, B * HEADS, SIZE).transpose(0, 1)",
+        share=0.6,
+    )
+
+
+def _merged_product(draw: Draw, query: str, key: str) -> str:
+    turned = f"{key}.transpose(1, 2)"
+    return draw.mostly(
+        f"torch.bmm({query}, {turned})",
+        f"({query} @ {turned})",
+        f"{query}.bmm({key}.mT)",
+        f"torch.einsum('nqd,nkd->nqk', {query}, {key})",
+        f"torch.baddbmm(torch.zeros((), dtype={query}.dtype{draw.at}), {query}, {turned})",
+    )
+
+
+def _regrouped(draw: Draw, operand: str, sizes: str) -> str:
+    return draw.mostly(
+        f"{operand}.view({sizes})",
+        f"{operand}.reshape({sizes})",
+        f"torch.reshape({operand}, ({sizes}))",
+        f"{operand}.contiguous().view({sizes})",
     )
 
 

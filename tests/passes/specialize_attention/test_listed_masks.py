@@ -183,6 +183,19 @@ def test_sizes_that_vary(write):
     assert len(run.graphs) == 1
 
 
+def test_a_query_that_is_the_result_of_an_attention_says_for_how_many_queries_lists_are():
+    def fn(query, key, value, seen):
+        token = torch.arange(query.shape[2])
+        query = F.scaled_dot_product_attention(query, key, value, attn_mask=token[:, None] >= token)
+        return (query @ key.mT).masked_fill(~seen[:, None, None], -1e30).softmax(-1) @ value
+
+    run, tensors, seen = specialized(fn), inputs(1), random_mask(1, T)
+    for tensor, dim in (*((tensor, 2) for tensor in tensors), (seen, 1)):
+        torch._dynamo.mark_dynamic(tensor, dim)
+    torch.testing.assert_close(run.call(*tensors, seen), fn(*tensors, seen), rtol=1e-10, atol=1e-10)
+    assert counts(run) == {"causal": 1, "listed": 1}
+
+
 def test_a_mask_for_other_sizes_is_as_much_an_error_as_in_eager():
     run = specialized(sdpa, dynamic=True)
     with pytest.raises(Exception, match="size|shape|expand"):

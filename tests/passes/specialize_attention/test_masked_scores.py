@@ -131,6 +131,12 @@ def expanded_for_two(query, key, value, starts):
     return F.softmax((first @ key.mT).masked_fill(mask, LOWEST), -1) @ value
 
 
+def expanded_to_a_maximum(query, key, value, starts):
+    scores = (query @ key.mT).masked_fill(~documents(starts), LOWEST)
+    most = scores.amax(-1, keepdim=True)
+    return F.softmax(scores - most, -1) @ value, starts[:, None, :, None].expand_as(most)
+
+
 def scores_expanded(query, key, value, starts):
     scores = query @ key.mT
     return F.softmax(scores.masked_fill(~documents(starts), LOWEST), -1) @ value, scores.expand_as(scores[None])
@@ -179,6 +185,7 @@ def written_between_the_products(query, key, value, starts):
         (expanded_to_scores(lambda starts: ~KEYS, lambda mask, scores: mask.expand_as(other=scores)), LISTED),
         (expanded_to_scores(lambda starts: ~KEYS, lambda mask, scores: mask | (scores > 4)), "used elsewhere"),
         (expanded_and_returned, PACKED),
+        (expanded_to_a_maximum, "used elsewhere"),
         (expanded_for_two, {"listed": 2}),
         (scores_expanded, "used elsewhere"),
         (all_in_place, PACKED),

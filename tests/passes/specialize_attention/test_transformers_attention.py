@@ -193,3 +193,18 @@ def test_alibi_beside_a_mask():
     run = specialized(model, eager=False)
     assert_steps_are_close(model, run, batch_of(rows=2, packed=False))
     assert counts(run) == {"listed": 1}
+
+
+@pytest.mark.parametrize("kind", slow_but(("xglm",), ["trocr", "xglm"]))
+def test_rows_and_heads_that_are_merged(kind):
+    settings = {"d_model": 32, "vocab_size": 64, "max_position_embeddings": 64, "dropout": 0.0, "use_cache": False}
+    if kind == "trocr":
+        settings |= {"decoder_layers": 1, "decoder_attention_heads": 4, "decoder_ffn_dim": 64}
+        model = transformers.TrOCRForCausalLM(transformers.TrOCRConfig(**settings))
+    else:
+        settings |= {"num_layers": 1, "attention_heads": 4, "ffn_dim": 64}
+        model = transformers.XGLMForCausalLM(transformers.XGLMConfig(**settings))
+    model.eval()
+    run = specialized(model, eager=False)
+    assert_steps_are_close(model, run, batch_of(rows=2, packed=False))
+    assert counts(run) == {"causal": 1}

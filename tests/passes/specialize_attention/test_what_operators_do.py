@@ -198,7 +198,7 @@ CHAINS = {
         written_out(mask=lambda s: torch.add(added(), s, alpha=0.5)),
         "changed in another way",
     ),
-    "scores detached": (written_out(mask=lambda s: s.detach() + added()), "changed in another way"),
+    "scores detached": (written_out(mask=lambda s: s.detach() + added()), "gradients are switched off"),
     "a scale of zero": (written_out(scores=lambda q, k: q @ k.mT * 0.0), "changed in another way"),
 }
 

@@ -1,0 +1,102 @@
+"""Query, key and value ``[B, H, T, D]`` behind the operands of products, whose rows and heads may be one dimension."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from glue_compiler.fx.index_expressions import IndexReader
+from glue_compiler.fx.index_operators import CONVERSIONS
+from glue_compiler.fx.index_views import Element, Index, NotAView, broadcast_index, reshaped_index, source_of
+from glue_compiler.fx.operators import FOUND, Operators, Value
+from glue_compiler.passes.specialize_attention.attention_parts import NotAttention
+from glue_compiler.passes.specialize_attention.gradients import Gradients
+
+
+def regrouped_from(value: Value, operators: Operators) -> Value | None:
+    """Scores ``[B, H, T, S]`` of which ``value`` is the view ``[B * H, T, S]``, or the other way round; or a copy.
+
+    None: it is no such view.
+    """
+    if not operators.is_tensor(value) or operators.meta(value).rank not in (3, 4):
+        return None
+    index = _symbols(operators.meta(value).rank)
+    try:
+        element = source_of(operators, value, index)
+        before, after = operators.meta(element.value).shape, operators.meta(value).shape
+        is_same = len(before) in (3, 4) and element.index == _same_rows(index, before, after)
+    except NotAView:
+        return None
+    return element.value if is_same else None
+
+
+def operand_behind(value: Any, output: fx.Node, reader: IndexReader, *, is_transposed: bool) -> Value | None:
+    """The tensor ``[B, H, T, D]`` behind an operand of a product, ``[B * H, T, D]`` or ``[B, H, T, D]``.
+
+    Args:
+        is_transposed: the last two dimensions of the operand are swapped.
+
+    Returns:
+        None if there is none. Which ``B`` and ``H`` are merged, only the result says.
+
+    Raises:
+        NotAttention: gradients do not pass from the operand to the tensor.
+    """
+    operators = reader.operators
+    if not operators.is_tensor(value) or operators.meta(value).rank not in (3, 4):
+        return None
+    if operators.meta(value).rank == 4 and not is_transposed:
+        return value
+    shape = reader.shape(value)
+    index = _symbols(len(shape))
+    element = Element(value, broadcast_index(_swapped(index) if is_transposed else index, shape))
+    wanted = _swapped(shape) if is_transposed else shape
+    gradients = Gradients(output, operators)
+    while gradients.pass_through(element.value.node):
+        try:
+            element = source_of(operators, element.value, element.index)
+            found = reader.shape(element.value)
+            is_behind = len(found) == 4 and element.index == _same_rows(index, found, wanted)
+        except NotAView:
+            return None
+        if is_behind:
+            is_of_a_node = element.value.step == FOUND or operators.node_of(element.value) is not None
+            if is_of_a_node and element.value.node.graph is output.graph:
+                return element.value
+    raise NotAttention("gradients are switched off for a part of it")
+
+
+def before_widening(value: Any, output: Value, operators: Operators) -> Any:
+    """Of a tensor of the output's dtype that was converted to a wider one, which holds the same numbers, the tensor."""
+    dtype, gradients = operators.meta(output).dtype, Gradients(output.node, operators)
+    while operators.is_tensor(value) and operators.meta(value).dtype != dtype and gradients.pass_through(value.node):
+        call = operators.does(value)
+        if call is None or call.operator not in CONVERSIONS:
+            break
+        before = call.arguments["self"]
+        if not operators.is_tensor(before) or operators.meta(before).dtype != dtype:
+            break
+        if torch.promote_types(dtype, operators.meta(value).dtype) != operators.meta(value).dtype:
+            break
+        value = before
+    return value
+
+
+def _same_rows(index: Index, shape: tuple[Any, ...], result: tuple[Any, ...]) -> Index | None:
+    """The index into ``shape`` for element ``index`` of ``result``, if only the dimensions before the last two differ.
+
+    Raises:
+        NotAView: their sizes are not known to fit.
+    """
+    return reshaped_index(index, shape, result) if shape[-2:] == result[-2:] else None
+
+
+def _symbols(rank: int) -> Index:
+    return tuple(sympy.Symbol(name, integer=True, nonnegative=True) for name in "bhtd"[4 - rank :])
+
+
+def _swapped(each: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (*each[:-2], each[-1], each[-2])
