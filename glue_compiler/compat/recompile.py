@@ -22,6 +22,7 @@ RECOMPILE = Feature(
         "torch._dynamo.config:error_on_recompile": ANY,
         "torch._dynamo.config:accumulated_recompile_limit": ANY,
         "torch._dynamo.eval_frame:_stance": ANY,
+        "torch._dynamo.eval_frame:_stance.skip_guard_eval_unsafe": ANY,
         "torch._dynamo.cache_size:_has_same_id_matched_objs": Uses(names=("id_matched_objs", "guard_manager")),
         "torch._dynamo.guards:DeletedGuardManagerWrapper.__init__": Uses(("self", "reason")),
         "torch._dynamo.guards:CheckFunctionManager.invalidate": Uses(names=("cache_entry", "extra_state")),
@@ -32,8 +33,8 @@ RECOMPILE = Feature(
 def forget_compiled_graph(codes: Iterable[types.CodeType], compile_id: str, reason: str) -> str | None:
     """Drop what was compiled as ``compile_id``; other graphs of the same code stay, and a call that runs goes on.
 
-    As Dynamo does where an object has died that a graph was compiled for: its guards then hold for no call, and it does
-    not count for the frame's ``recompile_limit``.
+    As Dynamo does where an object has died that a graph was compiled for: its guards then hold for no call. Other than
+    there it does not count for the frame's ``recompile_limit``.
 
     Returns:
         Why it was not done, or None. It is not where a recompile would be an error.
@@ -41,7 +42,8 @@ def forget_compiled_graph(codes: Iterable[types.CodeType], compile_id: str, reas
     from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
     from torch._dynamo import eval_frame
 
-    if eval_frame._stance.stance != "default" or torch._dynamo.config.error_on_recompile:
+    stance = eval_frame._stance
+    if stance.stance != "default" or stance.skip_guard_eval_unsafe or torch._dynamo.config.error_on_recompile:
         return "the program wants no recompiles"
     for code in codes:
         entries = _debug_get_cache_entry_list(code)

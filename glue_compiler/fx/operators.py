@@ -69,6 +69,11 @@ class Call:
 
     __match_args__ = ("operator", "arguments")
 
+    @property
+    def writes_out(self) -> bool:
+        """Is it given the tensor to write its result into?"""
+        return bool(self.written) and any(each.is_out for each in self.overload._schema.arguments)
+
 
 @dataclass
 class Operators:
@@ -171,9 +176,13 @@ class Operators:
         return self._records[node]
 
     def does(self, value: Value) -> Call | None:
-        """The operator that makes ``value``; None for an input, an attribute, and a call that is not looked into."""
+        """The operator that makes ``value``; None for an input, an attribute, and a call that is not looked into.
+
+        Nor is one with ``out=``: it does more than to make its result.
+        """
         calls = self.calls(value.node) if value.step >= 0 else None
-        return calls[value.step] if calls is not None else None
+        call = calls[value.step] if calls is not None else None
+        return None if call is not None and call.writes_out else call
 
     def is_made_of(self, node: fx.Node, operators: Collection[Any]) -> bool:
         """Is one of ``operators`` among those of a node? Cheaper to ask than what they are called on."""

@@ -27,7 +27,8 @@ def regrouped_from(value: Value, operators: Operators) -> Value | None:
     try:
         element = source_of(operators, value, index)
         before, after = operators.meta(element.value).shape, operators.meta(value).shape
-        is_same = len(before) in (3, 4) and element.index == _same_rows(index, before, after)
+        is_regrouped = sorted((len(before), len(after))) == [3, 4] or before == after
+        is_same = is_regrouped and element.index == _same_rows(index, before, after)
     except NotAView:
         return None
     return element.value if is_same else None

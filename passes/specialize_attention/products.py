@@ -23,7 +23,9 @@ class Product:
 def product_of(call: Call | None, operators: Operators) -> Product | None:
     match call:
         case Call(aten.matmul, {"self": Value() as left, "other": Value() as right}):
-            return Product(left, right, False)
+            # Of tensors of several ranks, one is repeated for the other's rows.
+            is_one_rank = operators.meta(left).rank == operators.meta(right).rank
+            return Product(left, right, False) if is_one_rank else None
         case Call(aten.bmm, {"self": Value() as left, "mat2": Value() as right}):
             return Product(left, right, False)
         case Call(aten.einsum, {"equation": str() as equation, "tensors": [Value() as first, Value() as second]}):

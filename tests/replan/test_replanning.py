@@ -162,7 +162,7 @@ def test_ranks_keep_their_plans(monkeypatch):
     assert "one of several ranks" in run.told[0]
 
 
-@pytest.mark.parametrize("why", ["stance", "error", "accumulated", "gone"])
+@pytest.mark.parametrize("why", ["stance", "unsafe", "error", "accumulated", "gone"])
 def test_where_a_recompile_would_harm_the_plan_stays(why, monkeypatch):
     device, run, model, call, x = planned_for()
     results(call, model, x, device, 0)
@@ -170,7 +170,9 @@ def test_where_a_recompile_would_harm_the_plan_stays(why, monkeypatch):
     if why == "gone":
         run.backend.frames.clear()
     with (
-        torch.compiler.set_stance("fail_on_recompile" if why == "stance" else "default"),
+        torch.compiler.set_stance(
+            "fail_on_recompile" if why == "stance" else "default", skip_guard_eval_unsafe=why == "unsafe"
+        ),
         torch._dynamo.config.patch(
             error_on_recompile=why == "error", accumulated_recompile_limit=2 if why == "accumulated" else 256
         ),

@@ -163,3 +163,50 @@ def test_a_caller_may_write_what_was_merged_before_backward(write):
     run = specialized(fn, eager=False)
     torch.testing.assert_close(gradients(run.call), expected)
     assert counts(run) == UNMASKED
+
+
+# -- what has other rows and heads than the query
+
+
+def test_keys_of_rank_three_are_those_of_heads():
+    """A product of four dimensions with three repeats the three for each row: as many rows as heads tell nothing."""
+
+    def fn(query, key, value):
+        rows, _, length, size = query.shape
+        key, value = (each.view(rows, length, size) for each in (key, value))
+        return torch.softmax(query @ key.transpose(1, 2), -1) @ value
+
+    left = "softmax between two products that are not of query, key and value"
+    assert_as_eager(fn, left, tensors=inputs(2, 2, 1))
+
+
+@pytest.mark.parametrize("grouping", [(3, 2), (6, 1), (1, 6)])
+def test_scores_in_other_rows_and_heads_for_a_mask(grouping):
+    rows, heads = grouping
+    ids = (torch.arange(12) >= torch.arange(1, rows + 1)[:, None]).cumsum(-1)
+
+    def fn(query, key, value):
+        visible = (ids[:, None, :, None] == ids[:, None, None, :]) & torch.ones(12, 12, dtype=torch.bool).tril()
+        scores = (query @ key.transpose(-1, -2)).view(rows, heads, 12, 12)
+        scores = scores.masked_fill(~visible, -1e30).view(2, 3, 12, 12)
+        return torch.softmax(scores, -1) @ value
+
+    assert_as_eager(fn, "changed in another way than by a scale", tensors=inputs(2, 3, 3, 12))
+
+
+@pytest.mark.parametrize("place", ["result", "weights", "scores"])
+def test_what_is_written_into_a_given_tensor_is_written(place):
+    def fn(query, key, value):
+        out = torch.zeros(6 * 12 * 16, dtype=query.dtype)
+
+        def given(name, size):
+            return {"out": out[: 6 * 12 * size].view(6, 12, size)} if name == place else {}
+
+        query, key, value = (each.detach().flatten(0, 1) for each in (query, key, value))
+        scores = torch.bmm(query, key.transpose(1, 2), **given("scores", 12))
+        weights = torch.softmax(scores, -1, **given("weights", 12))
+        return torch.bmm(weights, value, **given("result", 16)), out
+
+    run = specialized(fn)
+    tensors = inputs(2, 3, 3, 12)
+    torch.testing.assert_close(run.call(*tensors), fn(*tensors))
