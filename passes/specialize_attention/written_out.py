@@ -164,13 +164,13 @@ def _require_one_grouping(query: Value, chain: Chain, operators: Operators) -> N
     masks = [each.value for each in chain.mask.parts] if chain.mask is not None else []
     masks += [chain.bias] if chain.bias is not None else []
     shapes = {link: operators.meta(link).shape for link in chain.links}
-    for link in [link for link, shape in shapes.items() if len(shape) == 3]:
-        call = operators.does(link)
-        given = [each for each in masks if call is not None and each in call.arguments.values()]
-        if any(len(shape) == 3 and shape[0] != 1 for shape in (operators.meta(each).shape for each in given)):
-            raise NotAttention("its mask has one dimension for rows and heads together")
-        if any(len(shape) == 4 and shape[:2] != operators.meta(query).shape[:2] for shape in shapes.values()):
-            raise NotAttention("rows and heads of its scores are not those of its query")
+    merged = [operators.does(link) for link, shape in shapes.items() if len(shape) == 3]
+    given = [each for each in masks if any(call and each in call.arguments.values() for call in merged)]
+    if any(len(shape) == 3 and shape[0] != 1 for shape in (operators.meta(each).shape for each in given)):
+        raise NotAttention("its mask has one dimension for rows and heads together")
+    wanted = operators.meta(query).shape[:2]
+    if merged and any(len(shape) == 4 and shape[:2] != wanted for shape in shapes.values()):
+        raise NotAttention("rows and heads of its scores are not those of its query")
 
 
 def _is_all_but_the_last(call: Call, whole: Value, part: Value, operators: Operators) -> bool:

@@ -58,14 +58,20 @@ def fresh():
     torch.manual_seed(0)
 
 
-def trained(budget, steps=5, **how):
-    """The model after some steps, whose results are those of eager."""
+def one_by_one(budget, **how):
+    """A model whose layers are compiled, its input and what eager makes of it."""
     device = Device(WEIGHTS)
     run = Followed(device, memory_budget=budget)
     model, x = Layers(device, run, **how), torch.randn(ROWS, WIDTH)
     expected = results(model, model, x)
     for layer in model.layers:
         layer.compile(**run.how)
+    return device, run, model, x, expected
+
+
+def trained(budget, steps=5, **how):
+    """The model after some steps, whose results are those of eager."""
+    device, run, model, x, expected = one_by_one(budget, **how)
     assert device.allocated == WEIGHTS
     peaks = []
     for _ in range(steps):
@@ -106,12 +112,7 @@ def test_what_fits_for_very_many_is_not_planned_again():
 
 def test_a_step_in_whose_middle_layers_are_followed_again_decides_nothing():
     """Nor the last one that was seen: the sixth step's last layer is the first call that counts again."""
-    device = Device(WEIGHTS)
-    run = Followed(device, memory_budget=20_000_000)
-    model, x = Layers(device, run), torch.randn(ROWS, WIDTH)
-    expected = results(model, model, x)
-    for layer in model.layers:
-        layer.compile(**run.how)
+    device, run, model, x, expected = one_by_one(20_000_000)
     for step in range(9):
         device.peak = 0
         device.allocated = WEIGHTS if step < 5 else 20_500_000
@@ -130,12 +131,7 @@ def test_a_checkpoint_around_each_layer_holds_one_at_a_time():
 
 
 def test_a_checkpoint_that_begins_later_keeps_the_plan_too():
-    device = Device(WEIGHTS)
-    run = Followed(device, memory_budget=700_000)
-    model, x = Layers(device, run), torch.randn(ROWS, WIDTH)
-    expected = results(model, model, x)
-    for layer in model.layers:
-        layer.compile(**run.how)
+    _, run, model, x, expected = one_by_one(700_000)
     for checkpointed in (False, True, True, False, True):
         model.checkpointed = checkpointed
         assert equal(results(model, model, x), expected)
