@@ -101,6 +101,8 @@ def _written_out(draw: Draw, masks: Masks, query: str, key: str, value: str) -> 
         query, key, value = (draw.let("rows", text, "float", 3) for text in merged)
         text = _merged_product(draw, query, key)
     else:
+        if draw.chance(0.06):  # a product of four dimensions with three takes one of these for each head
+            key, value = (draw.let("rows", f"{each}.flatten(0, 1)", "float", 3) for each in (key, value))
         text = spellings.product(draw, query, spellings.transposed(draw, key))
     scale = draw.mostly("0.25", "0.5", "1", "0.0", "-0.5")
     text = draw.mostly(
@@ -115,6 +117,9 @@ def _written_out(draw: Draw, masks: Masks, query: str, key: str, value: str) -> 
     how = draw.integer(0, 9)
     if is_merged and how < 9:
         scores = draw.let("scores", _regrouped(draw, scores, "B, HEADS, T, S"), "float", 4)
+    regroups = not is_merged and draw.chance(0.06)
+    if regroups:
+        scores = draw.let("scores", _regrouped(draw, scores, draw.pick("HEADS, B, T, S", "1, -1, T, S")), "float", 4)
     if how < 4:
         bias = masks.added()
         text = draw.mostly(
@@ -143,6 +148,8 @@ def _written_out(draw: Draw, masks: Masks, query: str, key: str, value: str) -> 
         text = scores
     rank = 3 if is_merged and how == 9 else 4
     scores = draw.let("scores", text, "float", rank)
+    if regroups:
+        scores = draw.let("scores", _regrouped(draw, scores, "B, HEADS, T, S"), "float", 4)
     if is_merged and rank == 4:
         if draw.chance(0.2):
             scores = draw.let("scores", f"torch.max({scores}, torch.full((), -1e30, dtype=FLOAT{draw.at}))", "float", 4)
