@@ -25,8 +25,9 @@ variant that ends in ``-layers`` compiles each decoder layer by itself (``layer.
 masks, rotary tables and the loss are eager then, and equal layers share their graphs.
 
 All that is compared is on the device at once: rows of billions of weights need a run of their own (``gpt-oss``: 26 GiB
-for each variant, while it waits; ``qwen3-14b-lora`` and ``qwen3-moe`` 28 to 60). What fails for want of memory is tried
-once more when all others are done.
+for each variant, while it waits; ``qwen3-14b-lora`` and ``qwen3-moe`` 28 to 60). What fails for want of memory while
+others compile goes on in its turn, when it has the rest of the device to itself (its ``first s`` is empty then), and what
+fails again is tried once more when all others are done. Such a row of ``plan-B`` has the plan of least memory.
 
 On a CPU sizes are tiny, to test the code: ``--device cpu --compiler aot_eager``.
 """
@@ -35,6 +36,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
 import multiprocessing
 import os
@@ -131,15 +133,14 @@ def measure(connection: Connection, schedule: Schedule, caches: str, *which: Any
             warnings.simplefilter("always")
             start = time.perf_counter()
             trainer = Trainer(*which)
-            first = next(trainer.steps(1, False)).seconds
-            list(trainer.steps(schedule.compiling - 1, False))
-            for varies in schedule.kinds[1:]:
-                list(trainer.steps(schedule.compiling, varies))
+            first = prepare(trainer, schedule)
             ready = time.perf_counter() - start
             if trainer.device == "cuda":
                 torch.cuda.empty_cache()  # for the others
             connection.send({"first_s": first, "ready_s": ready})
             connection.recv()
+            if first is None:  # the others hold less now
+                prepare(trainer, schedule)
             if trainer.device == "cuda":
                 torch.cuda.reset_peak_memory_stats()
             times = {}
@@ -158,8 +159,33 @@ def measure(connection: Connection, schedule: Schedule, caches: str, *which: Any
         )
     except Exception as error:
         failed = f"{type(error).__name__}: {str(error)[:300]}"
-        lacks_memory = isinstance(error, torch.OutOfMemoryError) or "ALLOC_FAILED" in str(error)  # cuBLAS has its own
-        connection.send({"failed": failed, "trace": traceback.format_exc()[-1500:], "lacks_memory": lacks_memory})
+        connection.send(
+            {"failed": failed, "trace": traceback.format_exc()[-1500:], "lacks_memory": lacks_memory(error)}
+        )
+
+
+def prepare(trainer: Trainer, schedule: Schedule) -> float | None:
+    """Compile all that is timed; seconds of the first step, or None where the device's memory was not enough.
+
+    What was compiled until then is kept, so that to prepare once more is faster.
+    """
+    try:
+        first = next(trainer.steps(1, False)).seconds
+        list(trainer.steps(schedule.compiling - 1, False))
+        for varies in schedule.kinds[1:]:
+            list(trainer.steps(schedule.compiling, varies))
+    except Exception as error:
+        if not lacks_memory(error):
+            raise
+        first = None
+    if first is None:  # behind the handler: the error holds on to the step's tensors
+        trainer.optimizer.zero_grad()
+        gc.collect()
+    return first
+
+
+def lacks_memory(error: Exception) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or "ALLOC_FAILED" in str(error)  # cuBLAS has its own
 
 
 def measure_first(connection: Connection, caches: str, *which: Any) -> None:

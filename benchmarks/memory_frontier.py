@@ -9,7 +9,8 @@ Rows: ``keep`` (glue, nothing is recomputed but what its compiler fuses), ``indu
 (the same, attention's results saved by a selective policy), ``offload`` (glue, ``offload="checkpoints"``), ``plan-B``
 (glue, no checkpoints, ``memory_budget=B``), ``plan-B-checkpoints`` (the same on a checkpointed model). All but
 ``knapsack``, ``inductor``, ``checkpoints`` and ``policy`` run glue; with ``-unshared`` at its end such a row compiles
-each layer by itself.
+each of equal layers. With ``-layers`` at its end a row compiles layers one by one (``torch.compile`` of each), and what
+is around them is eager.
 
 The model has random frozen weights; LoRA adapters of rank 16 on the query and value projections train, without an
 optimiser. All rows compile side by side, each in a process of its own, and take memory at the same time; they are timed
@@ -80,7 +81,7 @@ def _save_attention(context: Any, operator: Any, *args: Any, **kwargs: Any) -> C
 
 
 def prepare(row: str) -> tuple[RunLayer, dict[str, Any]]:
-    """How a row runs its layers, and what it hands to ``torch.compile``."""
+    """How a row, without its ``-layers``, runs its layers, and what it hands to ``torch.compile``."""
     if row.endswith("-unshared"):
         run, settings = prepare(row.removesuffix("-unshared"))
         if "backend" not in settings:
@@ -147,10 +148,13 @@ class Stepper:
 
     def __init__(self, row: str, shape: Shape, device: torch.device) -> None:
         torch.manual_seed(0)
-        run_layer, settings = prepare(row)
+        run_layer, settings = prepare(row.removesuffix("-layers"))
+        by_layers = row.endswith("-layers")
+        if by_layers:
+            run_layer = torch.compile(run_layer, fullgraph=True, **settings)
         self.model = Decoder(shape, device, run_layer=run_layer)
         self.batch = batch_of(shape, device)
-        self.call = torch.compile(self.model, fullgraph=True, **settings)
+        self.call = self.model if by_layers else torch.compile(self.model, fullgraph=True, **settings)
         self.gradients: list[Tensor | None] = []
 
     def __call__(self) -> float:

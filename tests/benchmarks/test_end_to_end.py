@@ -133,6 +133,20 @@ def test_what_lacked_memory_beside_others_is_tried_once_more_alone(lacks_memory,
     assert [each.result.get("loss") for each in found] == [2.0, 3.0 if lacks_memory else None, None]
 
 
+def test_a_compile_that_lacked_memory_goes_on_where_it_was():
+    """What else fails is an error."""
+    schedule = end_to_end.Schedule(kinds=(False,))
+    trainer = mock.Mock()
+    trainer.steps.side_effect = [iter([Timed(3.0, 8, 1.0, 1.0)]), torch.OutOfMemoryError("full")]
+    assert end_to_end.prepare(trainer, schedule) is None
+    trainer.optimizer.zero_grad.assert_called_once()  # gradients are memory too
+    trainer.steps.side_effect = [iter([Timed(2.0, 8, 1.0, 1.0)]), iter([])]
+    assert end_to_end.prepare(trainer, schedule) == 2.0
+    trainer.steps.side_effect = [ValueError("wrong")]
+    with pytest.raises(ValueError, match="wrong"):
+        end_to_end.prepare(trainer, schedule)
+
+
 def test_numbers_are_of_the_middle_step_and_of_the_last_loss():
     def timed(seconds, tokens):
         return Timed(seconds, tokens, loss=seconds, flops=100.0)

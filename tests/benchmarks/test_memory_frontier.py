@@ -1,8 +1,11 @@
 """Rows of the frontier: what each hands to torch.compile."""
 
-import pytest
+from unittest import mock
 
-from benchmarks.memory_frontier import prepare
+import pytest
+import torch
+
+from benchmarks.memory_frontier import Stepper, prepare
 
 
 def test_rows_of_glue_can_be_unshared(monkeypatch):
@@ -18,3 +21,16 @@ def test_rows_of_glue_can_be_unshared(monkeypatch):
 def test_other_rows_are_refused(row):
     with pytest.raises(ValueError, match=row):
         prepare(row)
+
+
+@pytest.mark.parametrize(("row", "compiled"), [("inductor", "model"), ("inductor-layers", "layer")])
+def test_rows_by_layers_compile_what_runs_a_layer(row, compiled, monkeypatch):
+    given = []
+    monkeypatch.setattr(torch, "compile", lambda what, **_: given.append(what) or what)
+    decoder = mock.Mock(return_value=mock.sentinel.model)
+    monkeypatch.setattr("benchmarks.memory_frontier.Decoder", decoder)
+    monkeypatch.setattr("benchmarks.memory_frontier.batch_of", mock.Mock())
+    step = Stepper(row, mock.Mock(), torch.device("cpu"))
+    run_layer = decoder.call_args.kwargs["run_layer"]
+    assert given == [mock.sentinel.model if compiled == "model" else run_layer]
+    assert step.call is mock.sentinel.model
