@@ -26,8 +26,8 @@ masks, rotary tables and the loss are eager then, and equal layers share their g
 
 All that is compared is on the device at once: rows of billions of weights need a run of their own (``gpt-oss``: 26 GiB
 for each variant, while it waits; ``qwen3-14b-lora`` and ``qwen3-moe`` 28 to 60). What fails for want of memory while
-others compile goes on in its turn, when it has the rest of the device to itself (its ``first s`` is empty then), and what
-fails again is tried once more when all others are done. Such a row of ``plan-B`` has the plan of least memory.
+others compile goes on in its turn, when it has the rest of the device to itself (its ``first s`` is empty then), and
+what fails again is tried once more when all others are done. Such a row of ``plan-B`` has the plan of least memory.
 
 On a CPU sizes are tiny, to test the code: ``--device cpu --compiler aot_eager``.
 """
