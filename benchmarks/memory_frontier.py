@@ -15,9 +15,9 @@ is around them is eager.
 The model has random frozen weights; LoRA adapters of rank 16 on the query and value projections train, without an
 optimiser. All rows compile side by side, each in a process of its own, and take memory at the same time; they are timed
 one after the other when all are ready. Columns: milliseconds of a step, median; GiB at the peak; both as planned; bytes
-moved to the host, kernels that are computed again, seconds of planning and of the first step; the largest difference of
-a gradient of the last step from the first row's, relative to that
-gradient's largest number (what bf16 rounds is some hundredths).
+moved to the host, kernels that are computed again, seconds of planning and of the first step; glue's warnings, whose
+texts stand below the table; the largest difference of a gradient of the last step from the first row's, relative to
+that gradient's largest number (what bf16 rounds is some hundredths).
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ from benchmarks.checkpoint_decoder import (
     shape_of,
 )
 from benchmarks.frontier_svg import Dot, draw
+from glue_compiler.errors import GlueWarning
 
 DEFAULT_ROWS = "keep,plan-24GiB,plan-16GiB,plan-11.2GiB,knapsack-0.5,knapsack-0.2,checkpoints,policy,offload"
 WARM_UP = 5
@@ -56,7 +57,7 @@ WARM_UP = 5
 GIB = 2**30
 COLUMNS = (
     *("step ms", "peak GiB", "planned ms", "planned GiB", "moved GiB", "recomputed", "planning s", "first s"),
-    "gradients",
+    *("warnings", "gradients"),
 )
 
 
@@ -113,8 +114,19 @@ def measure(row: str, number: int, shape: Shape, steps: int, everyone: Barrier, 
     """In a process of its own: leaves its numbers as a file in ``folder``. Rows go over all cards in turn."""
     path = os.path.join(folder, row)
     os.environ["FRONTIER_DUMP"] = f"{path}.dump"
-    warnings.simplefilter("ignore")
     found: dict[str, Any] = {}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _measure_into(found, row, number, shape, steps, everyone, turn, path)
+    found["messages"] = [str(each.message) for each in caught if issubclass(each.category, GlueWarning)]
+    found["warnings"] = len(found["messages"])
+    with open(f"{path}.json", "w") as file:
+        json.dump(found, file)
+
+
+def _measure_into(
+    found: dict[str, Any], row: str, number: int, shape: Shape, steps: int, everyone: Barrier, turn: Lock, path: str
+) -> None:
     try:
         cards = torch.cuda.device_count()
         device = torch.device("cuda", number % cards) if cards else torch.device("cpu")
@@ -139,8 +151,6 @@ def measure(row: str, number: int, shape: Shape, steps: int, everyone: Barrier, 
                 found["peak GiB"] = torch.cuda.max_memory_allocated() / GIB
             torch.save(step.gradients, f"{path}.gradients")
         found |= _planned(f"{path}.dump")
-    with open(f"{path}.json", "w") as file:
-        json.dump(found, file)
 
 
 class Stepper:
@@ -242,6 +252,9 @@ def main(arguments: list[str] | None = None) -> None:
     for row, cells in found.items():
         texts = [cells["error"]] if "error" in cells else [_text(cells.get(column)) for column in COLUMNS]
         print(f"| {row} |", " | ".join(texts), "|")
+    for row, cells in found.items():
+        for message in dict.fromkeys(cells.get("messages", ())):
+            print(f"{row}: {message}")
     if given.svg:
         dots = [Dot(row, c["peak GiB"], c["step ms"]) for row, c in found.items() if "peak GiB" in c]
         with open(given.svg, "w") as file:

@@ -35,9 +35,13 @@ def run_with_a_state(node: fx.Node) -> Call | None:
     return None
 
 
-def has_a_generator(node: fx.Node) -> bool:
-    """Does it run an operator with a generator that is an input of the graph, as random ones on GPUs are?"""
-    return node.target is _HAS_ITS_OWN
+def generators(graph: fx.Graph) -> dict[str, fx.Node]:
+    """Inputs that are generators, for random operators on GPUs, by what is the same in forward's and backward's names.
+
+    AOTAutograd adds them to both graphs, counts forward's behind the partitioner, and gives backward as many.
+    """
+    inputs = graph.find_nodes(op="placeholder")
+    return {n.name[len("fwd_") :]: n for n in inputs if n.name.startswith(("fwd_rng_state_", "bwd_rng_state_"))}
 
 
 def results_of(node: fx.Node) -> list[fx.Node]:

@@ -56,9 +56,13 @@ class OverlapOffload(PairPass):
         return self.is_asked_for(options) or policies or may_copy(graph)
 
     def inductor_options(self, options: GlueOptions) -> Mapping[str, Any]:
+        if not _moves_inputs(options):
+            return {}
         # Reordering for peak memory does not know that a start returns before its copy has ended. Data dependencies
-        # keep starts and waits in order all the same, so whoever asked for no offload keeps it.
-        return {"reorder_for_peak_memory": False} if _moves_inputs(options) else {}
+        # keep starts and waits in order all the same, so whoever asked for no offload keeps it. And what a later value
+        # of the same size may reuse stays allocated until then, as far as Inductor's own estimate of the peak allows,
+        # which does not know what kernels take for themselves: torch's allocator reuses it too, and for any size.
+        return {"reorder_for_peak_memory": False, "allow_buffer_reuse": False}
 
     def run_pair(self, pair: TrainingPair, context: PassContext) -> PassResult:
         options = context.options

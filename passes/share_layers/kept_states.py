@@ -16,14 +16,16 @@ from glue_compiler.passes.share_layers.steps import draws_numbers
 
 @dataclass(frozen=True)
 class KeptState:
-    """Calls in ``calls`` run with a state that none of them reads, and that forward saves, if it is a tensor.
+    """Calls in ``calls``, of forward and of backward, run with a state that none of them reads.
 
-    ``saved`` is forward's, ``taken`` backward's input.
+    Attributes:
+        saved: what forward saves; None where the states are generators that both graphs are given.
+        taken: inputs of the graphs that are nothing else than the state.
     """
 
     calls: tuple[fx.Node, ...]
-    saved: fx.Node | None = None
-    taken: fx.Node | None = None
+    saved: fx.Node | None
+    taken: tuple[fx.Node, ...]
 
 
 def find_unread_states(pair: TrainingPair) -> list[KeptState]:
@@ -35,10 +37,12 @@ def find_unread_states(pair: TrainingPair) -> list[KeptState]:
         taken = inputs.get(f"rng_state_output_{number}")
         calls = (*state.all_input_nodes, *(taken.users if taken is not None else ()))
         if taken is not None and len(state.users) == 1 and all(map(_draws_nothing, calls)):
-            found.append(KeptState(calls, state, taken))
-    for gm in (pair.forward, pair.backward):
-        own = filter(rng_states.has_a_generator, gm.graph.nodes)
-        found += [KeptState((node,)) for node in own if _draws_nothing(node)]
+            found.append(KeptState(calls, state, (taken,)))
+    ahead, back = (rng_states.generators(gm.graph) for gm in (pair.forward, pair.backward))
+    for both in ((ahead[name], back[name]) for name in ahead if name in back):
+        calls = tuple(user for generator in both for user in generator.users)
+        if all(map(_draws_nothing, calls)):
+            found.append(KeptState(calls, None, both))
     return found
 
 
@@ -52,12 +56,13 @@ def drop_states(pair: TrainingPair, states: tuple[KeptState, ...]) -> None:
     for state in states:
         for node in state.calls:
             _run_plainly(node)
-        if state.saved is not None and state.taken is not None:
+        if state.saved is not None:
             pair.forward.graph.output_node().args = (tuple(each for each in pair.returned if each is not state.saved),)
             source = state.saved.all_input_nodes[0]
             pair.forward.graph.erase_node(state.saved)
             pair.forward.graph.erase_node(source)
-            pair.backward.graph.erase_node(state.taken)
+        for node in state.taken:  # Inductor of torch 2.11 fails on a generator without a use
+            node.graph.erase_node(node)
     for gm in (pair.forward, pair.backward) if states else ():
         gm.recompile()
 

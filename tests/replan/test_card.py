@@ -33,13 +33,15 @@ def plans(session):
 
 def test_what_is_allocated_beside_the_graph_has_it_planned_again():
     model, x = Plain(6, WIDTH).cuda(), torch.randn(ROWS, WIDTH, device="cuda")
-    session, call = compiled(model, 2**40)
+    _, call = compiled(model, 2**40)
     expected = results(call, model, x)
-    whole = plans(session)[0]["peak"]
+    torch.cuda.reset_peak_memory_stats()
+    results(call, model, x)
+    budget = int(1.2 * torch.cuda.max_memory_allocated())
     torch._dynamo.reset()
-    session, call = compiled(model, int(1.2 * whole))
+    session, call = compiled(model, budget)
     assert equal(results(call, model, x), expected)
-    other = torch.empty(whole // 2, dtype=torch.uint8, device="cuda")
+    other = torch.empty(budget // 3, dtype=torch.uint8, device="cuda")
     torch.cuda.reset_peak_memory_stats()
     for _ in range(4):
         assert equal(results(call, model, x), expected)
@@ -48,7 +50,7 @@ def test_what_is_allocated_beside_the_graph_has_it_planned_again():
     assert "planned again at its next call" in session.graphs[0].replan
     torch.cuda.reset_peak_memory_stats()
     results(call, model, x)
-    assert torch.cuda.max_memory_allocated() <= 1.03 * 1.2 * whole
+    assert torch.cuda.max_memory_allocated() <= 1.03 * budget
     del other
 
 
@@ -57,7 +59,7 @@ def test_a_failure_to_allocate_is_counted():
     torch.zeros(1, device=device)
     before = Held.now(device)
     with pytest.raises(torch.OutOfMemoryError):
-        torch.empty(2**60, dtype=torch.uint8, device=device)
+        torch.empty(2**50, dtype=torch.uint8, device=device)
     after = Held.now(device)
     assert after.failures == before.failures + 1
     assert after.peak >= after.allocated > 0

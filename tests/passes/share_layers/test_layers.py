@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import runpy
 
 import pytest
@@ -122,35 +123,47 @@ def test_dropout_that_is_given_by_name_is_seen():
     assert draws_numbers(torch.ops.aten.bernoulli.default, (), {})
 
 
-def test_attention_with_a_generator_of_its_own_runs_without_it():
-    """On a GPU the state is an input of both graphs; written by hand here."""
-    (pair,) = capture(Layers([Attending() for _ in range(8)]).double(), ids(), stage="partitioned")
-    assert run_pass(pair, "share_layers", compiler="aot_eager").counts["states"] == 8
-    gm = pair.forward
-    target = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-    body = next(
-        m
-        for m in gm.modules()
-        if isinstance(m, fx.GraphModule) and m.graph.find_nodes(op="call_function", target=target)
-    )
-    (plain,) = body.graph.find_nodes(op="call_function", target=target)
-    with body.graph.inserting_before(next(iter(body.graph.nodes))):
-        generator = body.graph.placeholder("fwd_rng_state_0")
+FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+
+def attention_with_a_generator(which, dropout):
+    """A graph of an attention that runs with the generator that is its input, as one on a GPU."""
+    graph = fx.Graph()
+    inputs = [graph.placeholder(name) for name in ("query", "key", "value")]
+    for node in inputs:
+        node.meta["val"] = torch.randn(1, 2, 8, 4)
+    generator = graph.placeholder(f"{which}_rng_state_0")
     generator.meta["val"] = torch.Generator()
-    with body.graph.inserting_before(plain):
-        kept = body.graph.call_function(
-            torch._prims.rng_prims.graphsafe_run_with_rng_state,
-            (target, *plain.args),
-            {**plain.kwargs, "rng_state": generator},
+    runs = torch._prims.rng_prims.graphsafe_run_with_rng_state
+    kept = graph.call_function(runs, (FLASH, *inputs, dropout), {"rng_state": generator})
+    out = graph.call_function(operator.getitem, (kept, 0))
+    out.meta["val"] = torch.randn(1, 2, 8, 4)
+    graph.output((out,))
+    return fx.GraphModule(nn.Module(), graph)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_attention_with_a_generator_of_its_own_runs_without_it(dropout):
+    """Both graphs are given one generator less: AOTAutograd counts forward's, Inductor takes none without a use."""
+    pair = TrainingPair(*(attention_with_a_generator(which, dropout) for which in ("fwd", "bwd")), 1)
+    report = run_pass(pair, "share_layers", compiler="aot_eager")
+    assert report.counts["states"] == (0 if dropout else 1)
+    for gm in (pair.forward, pair.backward):
+        inputs = [node.name for node in gm.graph.find_nodes(op="placeholder")]
+        assert inputs[:3] == ["query", "key", "value"]
+        assert len(inputs) == (4 if dropout else 3)
+        plain = gm.graph.find_nodes(op="call_function", target=FLASH)
+        assert [tuple(value.shape) for node in plain for value in node.meta["val"]] == (
+            [] if dropout else [(1, 2, 8, 4), (1, 2, 8)]
         )
-    plain.replace_all_uses_with(kept)
-    body.graph.erase_node(plain)
-    own = TrainingPair(body, fx.GraphModule(nn.Module(), fx.Graph()), len(body.graph.output_node().args[0]))
-    own.backward.graph.output(())
-    assert run_pass(own, "share_layers", compiler="aot_eager").counts["states"] == 1
-    (again,) = body.graph.find_nodes(op="call_function", target=target)
-    assert [tuple(value.shape) for value in again.meta["val"]] == [tuple(v.shape) for v in plain.meta["val"]]
-    assert not generator.users
+
+
+def test_a_generator_of_one_graph_alone_stays():
+    """Backward would be given one that it does not take."""
+    backward = attention_with_a_generator("bwd", 0.1)
+    pair = TrainingPair(attention_with_a_generator("fwd", 0.0), backward, 1)
+    assert run_pass(pair, "share_layers", compiler="aot_eager").counts["states"] == 0
+    assert len(pair.forward.graph.find_nodes(op="placeholder")) == 4
 
 
 def test_buffers_that_layers_update_are_updated():
