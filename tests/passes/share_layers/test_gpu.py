@@ -32,7 +32,7 @@ def test_steps_are_as_close_as_unshared_ones(row, options):
 
 @pytest.mark.parametrize("options", [{}, {"offload": "checkpoints"}])
 def test_checkpointed_attention_runs_without_the_generators_that_torch_keeps_for_it(options):
-    """Causal attention of torch's own, which is tagged as random: AOTAutograd gives both graphs a generator for each."""
+    """Causal attention of torch's own is tagged as random: AOTAutograd gives both graphs a generator for each."""
     layers, device = 8, torch.device("cuda")
     shape = Shape(256, 512, 4, 2, 64, layers, 2, 512)
     torch.manual_seed(0)
