@@ -24,6 +24,7 @@ class Piece:
     Attributes:
         nodes: the steps, in order.
         operands: what they use of the graph's, in order of first use.
+        constants: what else they use: tensors that are filled with a number, which the body makes itself.
         outputs: what others use of theirs: memory of their own, and no two share any.
         views: steps that others use, and that are made again outside, of operands and outputs.
         kind: equal for two pieces that one body can serve.
@@ -31,6 +32,7 @@ class Piece:
 
     nodes: tuple[fx.Node, ...]
     operands: tuple[fx.Node, ...]
+    constants: tuple[fx.Node, ...]
     outputs: tuple[fx.Node, ...]
     views: tuple[fx.Node, ...]
     kind: Hashable
@@ -49,9 +51,14 @@ def piece_of(steps: Steps, span: Span) -> Piece:
     nodes = steps.nodes[first:last]
     numbers: dict[fx.Node, int] = {node: i for i, node in enumerate(nodes)}
     operands: dict[fx.Node, int] = {}
+    constants: dict[fx.Node, Hashable] = {}
 
-    def reference(node: fx.Node) -> tuple[str, int]:
-        return ("step", numbers[node]) if node in numbers else ("operand", operands.setdefault(node, len(operands)))
+    def reference(node: fx.Node) -> tuple[str, Hashable]:
+        if node in numbers:
+            return "step", numbers[node]
+        if (filled := _filled_with(node, steps)) is not None:
+            return "constant", constants.setdefault(node, filled)
+        return "operand", operands.setdefault(node, len(operands))
 
     flow = tuple(tuple(map(reference, _operands(node))) for node in nodes)
     outputs, views = _outputs(nodes, numbers)
@@ -68,7 +75,21 @@ def piece_of(steps: Steps, span: Span) -> Piece:
         tuple(steps.kinds[operand] for operand in operands),
         tuple(numbers[node] for node in outputs),
     )
-    return Piece(nodes, tuple(operands), outputs, views, kind)
+    return Piece(nodes, tuple(operands), tuple(constants), outputs, views, kind)
+
+
+def _filled_with(node: fx.Node, steps: Steps) -> Hashable | None:
+    """Equal for two tensors alike that are filled with the same number; None for all others.
+
+    What all layers are handed is written to memory once, and stays there; made beside its use it is in none.
+    """
+    is_filled = node.op == "call_function" and node.target in _FILLED and not node.all_input_nodes
+    if not is_filled or steps.kinds[node] is None or node in steps.symbols:
+        return None
+    return node.target, repr(node.args), repr(node.kwargs), steps.kinds[node]
+
+
+_FILLED = {aten.full.default, aten.zeros.default, aten.ones.default, aten.scalar_tensor.default}
 
 
 def _sizes_not_told(steps: Steps, operands: tuple[fx.Node, ...], nodes: tuple[fx.Node, ...]) -> list[fx.Node]:

@@ -36,7 +36,7 @@ class _Writer:
         for operand in self._operands(piece):
             copies[operand] = graph.placeholder(operand.name)
             copies[operand].meta["val"] = value_of(operand)
-        for node in piece.nodes:
+        for node in (*piece.constants, *piece.nodes):
             copies[node] = graph.node_copy(node, copies.__getitem__)
             compat.copy_node_attributes(node, copies[node])
         graph.output(tuple(copies[node] for node in piece.outputs))

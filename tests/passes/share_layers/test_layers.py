@@ -123,6 +123,25 @@ def test_dropout_that_is_given_by_name_is_seen():
     assert draws_numbers(torch.ops.aten.bernoulli.default, (), {})
 
 
+class Filled(Layer):
+    """One tensor of a constant for all layers, once equal ones are merged."""
+
+    def forward(self, x, table):
+        return super().forward(x, table) * torch.full((8,), 0.5, dtype=x.dtype)
+
+
+def test_constants_are_made_in_bodies():
+    assert run_both(Layers([Filled() for _ in range(12)])).changed
+    (pair,) = capture(Layers([Filled() for _ in range(12)]).double(), ids(), stage="partitioned")
+    assert run_pass(pair, "share_layers", compiler="aot_eager").counts["bodies"] >= 1
+    body = torch.ops.higher_order.invoke_subgraph
+    graphs = pair.forward.graph, pair.backward.graph
+    calls = [call for graph in graphs for call in graph.find_nodes(op="call_function", target=body)]
+    operands = [str(operand.target) for call in calls for operand in call.all_input_nodes]
+    assert len(calls) > 8
+    assert "aten.full.default" not in operands
+
+
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
