@@ -27,6 +27,24 @@ Edge = tuple[Any, Any, float]
 
 
 @dataclass(frozen=True)
+class Prices:
+    """Seconds that a saved byte costs: ``price``, and ``higher`` for values at places in front of ``border``."""
+
+    price: float
+    border: int = 0
+    higher: float = 0.0
+
+    def of(self, places: Sequence[int]) -> Prices:
+        """The same for these places, in order, alone: one price, where all of them pay the same."""
+        if not places or places[0] >= self.border:
+            return Prices(self.price)
+        return Prices(self.higher) if places[-1] < self.border else self
+
+    def at(self, place: int) -> float:
+        return self.higher if place < self.border else self.price
+
+
+@dataclass(frozen=True)
 class Choice:
     """Places of what the forward saves for backward, and of what backward computes again."""
 
@@ -45,7 +63,7 @@ class Chooser:
     segments: Segments
     memory: float
     _cuts: dict[Any, tuple[frozenset[int], frozenset[int]]] = field(default_factory=dict)
-    _at_price: dict[tuple[int, float], tuple[set[int], set[int]]] = field(default_factory=dict)
+    _at_price: dict[tuple[int, Prices], tuple[set[int], set[int]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         values = self.step.values
@@ -72,25 +90,25 @@ class Chooser:
         """The segment of each value that backward may need."""
         return self._home
 
-    def choose(self, prices: Mapping[int, float], default: float) -> Choice:
-        """The cheapest choice, where a byte that a segment saves costs ``prices[segment]`` seconds, or ``default``."""
+    def choose(self, prices: Prices) -> Choice:
+        """The cheapest choice at these prices."""
         saved: set[int] = set()
         recomputed: set[int] = set()
-        for number in self._members:
-            price = prices.get(number, default)
-            if (number, price) not in self._at_price:
-                self._at_price[number, price] = self._cut(number, price)
-            kept, again = self._at_price[number, price]
+        for number, members in self._members.items():
+            own = prices.of(members)
+            if (number, own) not in self._at_price:
+                self._at_price[number, own] = self._cut(number, own)
+            kept, again = self._at_price[number, own]
             saved |= kept
             recomputed |= again
         return Choice(frozenset(saved), frozenset(recomputed - saved))
 
-    def _cut(self, number: int, price: float) -> tuple[set[int], set[int]]:
+    def _cut(self, number: int, prices: Prices) -> tuple[set[int], set[int]]:
         members = self._members[number]
         read = {self._memory_of(place) for m in members for place in self.step.values[m].inputs}
         outside = sorted(place for place in read - set(members) if place is not None)
         local = {place: index for index, place in enumerate((*outside, *members))}
-        edges = tuple(self._edges(members, outside, local, price))
+        edges = tuple(self._edges(members, outside, local, prices))
         if edges not in self._cuts:
             self._cuts[edges] = _minimum_cut(edges)
         names = (*outside, *members)
@@ -115,7 +133,7 @@ class Chooser:
         return found
 
     def _edges(
-        self, members: Sequence[int], outside: Sequence[int], local: Mapping[int, int], price: float
+        self, members: Sequence[int], outside: Sequence[int], local: Mapping[int, int], prices: Prices
     ) -> list[Edge]:
         """``i`` → ``~i``: the price of saving a value. Source → ``i``: the time to compute it again.
 
@@ -127,7 +145,8 @@ class Chooser:
         for place in outside:
             # A border value is paid for by each segment that reads it, in parts.
             share = max(1, len(self._readers.get(self.step.values[place].root, ())))
-            edges += [(SOURCE, local[place], ALWAYS), (local[place], ~local[place], self._price(place, price) / share)]
+            price = self._price(place, prices.at(place)) / share
+            edges += [(SOURCE, local[place], ALWAYS), (local[place], ~local[place], price)]
         for place in members:
             value, index = self.step.values[place], local[place]
             again = ALWAYS if not value.may_recompute or place in self._crossing else self._again(place)
@@ -135,7 +154,7 @@ class Chooser:
                 again = 0.0
             if again:
                 edges.append((SOURCE, index, again))
-            edges.append((index, ~index, self._price(place, price)))
+            edges.append((index, ~index, self._price(place, prices.at(place))))
             needed = {read if read in own else self._memory_of(read) for read in value.inputs}
             edges += [(~local[operand], index, ALWAYS) for operand in sorted(n for n in needed if n is not None)]
             if place in self.step.needed:

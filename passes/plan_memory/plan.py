@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from glue_compiler.ops.device_rates import Rates
-from glue_compiler.passes.plan_memory.choose import Chooser
+from glue_compiler.passes.plan_memory.choose import Chooser, Prices
 from glue_compiler.passes.plan_memory.predict import Predictor
 from glue_compiler.passes.plan_memory.segments import segmentations
 from glue_compiler.passes.plan_memory.step import Step
 
-SPLITS = 6
-"""So many times the border between segments of two prices is moved by half of what is left."""
+SPLITS = 8
+"""So many times the border between values of two prices is moved by half of what is left."""
 SECONDS = 10.0
 """For so long plans are looked for. What is under way then is finished."""
 
@@ -64,9 +64,9 @@ def plan_memory(
 ) -> Plan:
     """The fastest plan found whose predicted peak is at most ``budget``; if there is none, the one of the lowest peak.
 
-    Every segment pays a price for what it saves: for each price the choice is exact (a minimum cut). Between
-    two prices, one of which fits, segments up to some border pay the higher one: the later ones' values are needed
-    first in backward, so theirs are kept.
+    There is a price for what is saved: for each price the choice is exact (a minimum cut). Between two prices, one of
+    which fits, values up to some border pay the higher one: the later ones are needed first in backward, so those are
+    kept.
 
     Args:
         waiting: so many other calls hold what a plan keeps, and this counts in its peak.
@@ -101,22 +101,24 @@ class _Planner:
     moves: bool
     waiting: int
 
-    def plan(self, prices: Mapping[int, float], default: float) -> Plan:
-        """Segments pay ``prices``, those without one ``default``."""
-        choice = self.chooser.choose(prices, default)
+    def plan(self, prices: Prices) -> Plan:
+        choice = self.chooser.choose(prices)
         found = self.predictor.predict(choice, self.moves)
         values = self.chooser.step.values
         kept = sum(values[place].nbytes for place in choice.saved - found.moved)
         return Plan(choice.saved, found.moved, choice.recomputed, self.chooser.home, found.seconds, found.peak, kept)
 
-    def between(self, price: float, higher: float, budget: int) -> Iterator[Plan]:
-        """The fewest segments, from the first on, pay the higher price that make the rest fit: by halving."""
-        fits, over = max(self.chooser.home.values(), default=0) + 1, 0
+    def between(self, lower: tuple[float, Plan], higher: tuple[float, Plan], budget: int) -> Iterator[Plan]:
+        """Two prices with their plans, of which that of the higher one fits: the fewest values, from the first on, pay
+        that so that the rest fits, by halving."""
+        price, kept = lower
+        borders = sorted(kept.saved - higher[1].saved)
+        fits, over = len(borders), 0
         for _ in range(SPLITS):
             middle = (fits + over) // 2
             if middle in (fits, over):
                 return
-            found = self.plan(dict.fromkeys(range(middle), higher), price)
+            found = self.plan(Prices(price, borders[middle], higher[0]))
             yield found
             fits, over = (middle, over) if found.held(self.waiting) <= budget else (fits, middle)
 
@@ -132,15 +134,15 @@ def _plans(
         planners += [
             _Planner(chooser, predictor, moves, waiting) for moves in ((False, True) if may_move else (False,))
         ]
-        yield planners[-1].plan({}, prices[-1])  # if there is no time for more: what takes little memory
+        yield planners[-1].plan(Prices(prices[-1]))  # if there is no time for more: what takes little memory
     for planner in planners:
         at_price = {}
         for price in reversed(prices):
-            at_price[price] = planner.plan({}, price)
+            at_price[price] = planner.plan(Prices(price))
             yield at_price[price]
         for price, higher in pairwise(prices):
             if at_price[price].held(waiting) > budget >= at_price[higher].held(waiting):
-                yield from planner.between(price, higher, budget)
+                yield from planner.between((price, at_price[price]), (higher, at_price[higher]), budget)
 
 
 def _prices(step: Step, rates: Rates) -> list[float]:

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from glue_compiler.passes.plan_memory import segments
-from glue_compiler.passes.plan_memory.choose import Choice, Chooser
+from glue_compiler.passes.plan_memory.choose import Choice, Chooser, Prices
 from glue_compiler.passes.plan_memory.plan import plan_memory
 from glue_compiler.passes.plan_memory.predict import Predictor
 from glue_compiler.passes.plan_memory.segments import segmentations
@@ -37,8 +37,8 @@ def test_segments_begin_where_one_value_is_alive():
 def test_what_is_free_saves_everything_and_what_is_dear_saves_the_borders():
     step = chain(8)
     one = chooser(step)
-    assert saved_bytes(step, one.choose({}, 0.0)) >= 8 * 5 * MIB
-    dear = one.choose({}, 1.0)
+    assert saved_bytes(step, one.choose(Prices(0.0))) >= 8 * 5 * MIB
+    dear = one.choose(Prices(1.0))
     assert saved_bytes(step, dear) <= 9 * MIB
     assert not dear.saved & dear.recomputed
 
@@ -47,8 +47,8 @@ def test_a_cheap_value_is_recomputed_at_a_lower_price_than_a_product():
     step = chain(8)
     one = chooser(step)
     # 4 MiB cost 1e-4 s where a compiler fuses them, 1e-2 s as a product; saving and reading them costs 4.2e-3 s each.
-    between = one.choose({}, 1e-4 / MIB)
-    assert 8 * 4 * MIB <= saved_bytes(step, between) < saved_bytes(step, one.choose({}, 0.0)) + 1
+    between = one.choose(Prices(1e-4 / MIB))
+    assert 8 * 4 * MIB <= saved_bytes(step, between) < saved_bytes(step, one.choose(Prices(0.0))) + 1
     assert any(
         step.values[place].nbytes == 4 * MIB and not step.values[place].is_kernel for place in between.recomputed
     )
@@ -59,14 +59,14 @@ def test_a_cheap_value_is_recomputed_at_a_lower_price_than_a_product():
 
 def test_what_may_not_be_recomputed_is_saved_at_any_price():
     step = chain(4, may_recompute=False)
-    choice = chooser(step).choose({}, 1.0)
+    choice = chooser(step).choose(Prices(1.0))
     assert saved_bytes(step, choice) >= 4 * 4 * MIB
 
 
 def test_equal_segments_are_cut_once():
     step = chain(24)
     one = chooser(step)
-    one.choose({}, 1.0)
+    one.choose(Prices(1.0))
     assert len(one._cuts) <= 4
 
 
@@ -97,12 +97,29 @@ def test_between_two_prices_the_later_segments_keep_more():
     assert min(kept) >= min(again)
 
 
+def test_of_equal_values_in_one_segment_some_are_kept():
+    """A layer that is compiled by itself has no other segments to pay another price."""
+    values = [Value((), 0, 0, 0.0, is_input=True), Value((0,), 1, 1024, 1e-3, is_kernel=True)]
+    values += [Value((1,), place, 4 * MIB, 0.01, is_kernel=True) for place in (2, 3, 4, 5)]
+    values += [Value((2, 3, 4, 5), 6, MIB, 0.01, is_kernel=True)]
+    values += [Value((), 7, 0, 0.0, is_input=True, is_backward=True)]
+    values += [Value((7, 1, 2, 3, 4, 5), 8, MIB, 0.01, is_kernel=True, is_backward=True)]
+    step = Step(tuple(values), tuple(range(7)), (6,), (8,), 0, {})
+    most, least = (plan_memory(step, RATES, budget, frozenset(), waiting=15) for budget in (2**40, 1))
+    assert (most.kept, least.kept) == (16 * MIB + 1024, 1024)
+    for count in (1, 2, 3):
+        budget = most.peak + 15 * (1024 + count * 4 * MIB)
+        plan = plan_memory(step, RATES, budget, frozenset(), waiting=15)
+        assert plan.kept == 1024 + count * 4 * MIB
+        assert plan.held(15) <= budget
+
+
 def test_moves_are_those_that_compute_hides():
     step = chain(12, product_seconds=0.1)
     everything = frozenset(place for place, value in enumerate(step.values) if value.nbytes)
     one = chooser(step)
     predictor = Predictor(step, one.home, RATES, everything)
-    choice = one.choose({}, 0.0)
+    choice = one.choose(Prices(0.0))
     moved = predictor.predict(choice, moves=True)
     assert moved.moved <= choice.saved
     assert moved.peak < predictor.predict(choice, moves=False).peak
@@ -111,7 +128,7 @@ def test_moves_are_those_that_compute_hides():
     # With nothing to hide behind, nothing moves.
     quick = chain(12, product_seconds=1e-6)
     other = chooser(quick)
-    assert not Predictor(quick, other.home, RATES, everything).predict(other.choose({}, 0.0), moves=True).moved
+    assert not Predictor(quick, other.home, RATES, everything).predict(other.choose(Prices(0.0)), moves=True).moved
 
 
 @pytest.mark.parametrize("fuses", [False, True])
@@ -124,7 +141,7 @@ def test_a_gradient_that_backward_gets_is_there_until_it_is_read(fuses):
     for place in range(tangent + 2, len(heavy)):  # the first product of backward alone reads it
         assert tangent not in heavy[place].inputs
     one = chooser(step)
-    choice = one.choose({}, 0.0)
+    choice = one.choose(Prices(0.0))
     light = Predictor(step, one.home, RATES, (), fuses=fuses)
     loaded = Predictor(dataclasses.replace(step, values=tuple(heavy)), one.home, RATES, (), fuses=fuses)
     ahead, back, _, order = loaded.lives(choice, ())
@@ -154,7 +171,7 @@ def test_cuts_hold_whatever_the_ratio_of_their_prices():
         step = chain(3, product_seconds=seconds)
         one = chooser(step)
         for price in (0.0, 1e-15, 1e-9, 1.0):
-            choice = one.choose({}, price)
+            choice = one.choose(Prices(price))
             there = choice.saved | choice.recomputed
             assert step.needed <= there
             reads = {read for place in choice.recomputed for read in step.values[place].inputs}
@@ -172,7 +189,7 @@ def test_a_view_in_another_segment_is_made_again_from_its_memory():
     changed = dataclasses.replace(step, values=tuple(values))
     for price in (0.0, 1.0):
         one = chooser(changed)
-        choice = one.choose({}, price)
+        choice = one.choose(Prices(price))
         reads = {read for place in choice.recomputed for read in changed.values[place].inputs}
         there = choice.saved | choice.recomputed
         assert all(read in there or changed.values[read].is_input for read in reads)
@@ -192,7 +209,7 @@ def test_a_pointwise_value_is_not_kept_beside_what_it_is_computed_from(is_pointw
     fused = dataclasses.replace(step, values=tuple(values))
     assert not set(bent) & fused.realised
     one = chooser(fused)
-    kept = one.choose({}, 2e-2 / (4 * MIB)).saved & set(bent)
+    kept = one.choose(Prices(2e-2 / (4 * MIB))).saved & set(bent)
     assert (not kept) == is_pointwise
 
 
@@ -226,7 +243,7 @@ def test_what_a_kernel_takes_for_itself_counts_while_it_runs():
     values[last] = dataclasses.replace(values[last], scratch=2**30)
     heavy = dataclasses.replace(step, values=tuple(values))
     one = chooser(step)
-    choice = one.choose({}, 0.0)
+    choice = one.choose(Prices(0.0))
     light = Predictor(step, one.home, RATES, ()).predict(choice, moves=False)
     found = Predictor(heavy, one.home, RATES, ()).predict(choice, moves=False)
     assert 2**30 < found.peak < light.peak + 2**30
