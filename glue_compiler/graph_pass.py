@@ -178,11 +178,9 @@ class JointPass(GraphPass):
     def run_joint(self, joint: fx.GraphModule, num_outputs: int, context: PassContext) -> PassResult:
         """Mark nodes of ``joint``, whose first ``num_outputs`` results are the forward's."""
 
-    def simpler(self, report: PassReport) -> JointPass | None:
-        """What to try where the partitioner refuses the marks that this one reports, or they miss what they are for.
-
-        None: no marks.
-        """
+    def simpler(self, report: PassReport, excess: int) -> JointPass | None:
+        """What to try where the marks that this one reports miss what they are for by ``excess``, or, with one of 0,
+        the partitioner refuses them. None: no marks."""
         return None
 
     def excess(self, pair: TrainingPair, context: PassContext) -> int:

@@ -105,6 +105,19 @@ def test_a_plan_whose_moves_are_refused_is_made_again_without(refuse, hides_all)
     assert found.counts["recomputed"] > 0
 
 
+def test_a_plan_that_misses_its_budget_is_made_again_for_less_and_keeps_its_moves(hides_all, monkeypatch):
+    model, x = Plain(8), torch.randn(256, 16)
+    loose = planned(model, x, None, budget=350_000)["plan_memory"]
+    torch._dynamo.reset()
+    misses = iter([60_000, 60_000, 0])  # the pair, and as it is finished; then that of the second plan
+    monkeypatch.setattr(plan_memory.PlanMemory, "excess", lambda self, pair, context: next(misses))
+    tight = planned(model, x, None, budget=350_000)["plan_memory"]
+    assert loose.counts["moved_bytes"] > 0
+    assert tight.counts["moved_bytes"] > 0
+    assert tight.counts["peak"] <= 0.97 * 350_000 - 60_000 < loose.counts["peak"]
+    assert any("missed by 60000" in skip.reason for skip in tight.skips)
+
+
 def test_a_plan_that_cannot_be_made_or_written_leaves_the_step_as_it_was(monkeypatch):
     def fail(*args, **kwargs):
         raise KeyError("no plan")

@@ -55,21 +55,27 @@ class PlanMemory(JointPass):
     default: ClassVar[bool] = True
 
     def __init__(
-        self, moves: bool = True, seconds: float = SECONDS, clock: Callable[[], float] = time.perf_counter
+        self,
+        moves: bool = True,
+        less: int = 0,
+        seconds: float = SECONDS,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.moves = moves
-        """May values wait on the host?"""
+        self.moves, self.less = moves, less
+        """May values wait on the host? And bytes that are left free: by so much an earlier plan was wrong."""
         self.seconds, self.clock = seconds, clock
         """What is best after so many of ``clock``'s seconds is taken."""
 
     def cache_options(self, options: GlueOptions) -> Any:
         return options.budget, options.correction.calls, options.correction.is_least, self.moves
 
-    def simpler(self, report: PassReport) -> PlanMemory | None:
-        if not (self.moves and report.counts.get("moved_bytes")):
+    def simpler(self, report: PassReport, excess: int) -> PlanMemory | None:
+        counts = report.counts
+        if not (self.moves and counts.get("moved_bytes")):
             return None
         left = max(SECONDS / 10, self.seconds - report.milliseconds / 1e3)
-        return PlanMemory(moves=False, seconds=left, clock=self.clock)
+        is_tighter = excess > 0 and not self.less and counts["peak"] > counts["least_peak"]
+        return PlanMemory(moves=is_tighter, less=excess if is_tighter else 0, seconds=left, clock=self.clock)
 
     def excess(self, pair: TrainingPair, context: PassContext) -> int:
         """Bytes by which the predicted peak of a pair is above the budget."""
@@ -107,7 +113,7 @@ class PlanMemory(JointPass):
         fuses = context.options.compiler == "inductor"
         movable = _movable(step, nodes) if moves else frozenset()
         correction = context.options.correction
-        room = 0 if correction.is_least else int(MARGIN * budget)
+        room = 0 if correction.is_least else int(MARGIN * budget) - self.less
         waiting = correction.calls - 1
         plan = plan_memory(
             step, rates, room, movable, fuses=fuses, waiting=waiting, seconds=self.seconds, clock=self.clock

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import warnings
@@ -217,7 +218,22 @@ def test_where_planning_has_no_time_left_the_report_says_so(seconds, monkeypatch
 @pytest.mark.parametrize(("took", "left"), [(2.0, 8.0), (9.9, 1.0), (30.0, 1.0)])
 def test_a_simpler_plan_has_the_time_that_the_first_one_left(took, left):
     clock = itertools.count().__next__
-    report = PassReport("plan_memory", Stage.JOINT, Numerics.BITWISE, True, {"moved_bytes": 1}, milliseconds=took * 1e3)
-    simpler = plan_memory.PlanMemory(clock=clock).simpler(report)
-    assert (simpler.moves, simpler.clock, simpler.seconds) == (False, clock, pytest.approx(left))
-    assert simpler.simpler(report) is None
+    report = report_of_a_plan(took)
+    simpler = plan_memory.PlanMemory(clock=clock).simpler(report, excess=0)
+    assert (simpler.moves, simpler.less, simpler.clock, simpler.seconds) == (False, 0, clock, pytest.approx(left))
+    assert simpler.simpler(report, excess=0) is None
+
+
+def test_a_plan_that_is_missed_is_made_tighter_once_before_its_moves_are_given_up():
+    report = report_of_a_plan(1.0)
+    tighter = plan_memory.PlanMemory().simpler(report, excess=70)
+    assert (tighter.moves, tighter.less) == (True, 70)
+    unmoved = tighter.simpler(report, excess=5)
+    assert (unmoved.moves, unmoved.less) == (False, 0)
+    smallest = dataclasses.replace(report, counts={**report.counts, "least_peak": report.counts["peak"]})
+    assert not plan_memory.PlanMemory().simpler(smallest, excess=70).moves
+
+
+def report_of_a_plan(seconds):
+    counts = {"moved_bytes": 1, "peak": 9, "least_peak": 8}
+    return PassReport("plan_memory", Stage.JOINT, Numerics.BITWISE, True, counts, milliseconds=seconds * 1e3)
