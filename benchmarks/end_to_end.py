@@ -82,7 +82,7 @@ class Trainer:
         torch.manual_seed(0)
         self.size, self.device = size, device
         how = variant_of(variant)
-        self.workload = ROWS[row].build(size, device, how.attention)
+        self.workload = how.workload(row, size, device, compiler)
         self.call = how.compiled(self.workload, compiler)
         self.trained = [weight for weight in self.workload.model.parameters() if weight.requires_grad]
         self.optimizer = torch.optim.AdamW(self.trained, lr=1e-5, fused=True)
