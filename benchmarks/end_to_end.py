@@ -24,6 +24,11 @@ and ``glue-loss`` make that one alone. ``plan-B`` plans what is kept for backwar
 variant that ends in ``-layers`` compiles each decoder layer by itself (``layer.compile(...)``), as FSDP2 recipes do;
 masks, rotary tables and the loss are eager then, and equal layers share their graphs.
 
+Other libraries train a row with models, kernels, losses and compilation of their own, from the row's random weights, on
+the row's batches: ``torchtune``, ``torchtitan`` (with flex_attention; ``torchtitan-varlen`` with torch's varlen kernel)
+and ``unsloth``, where the package is installed and has the row; benchmarks/peer_*.py say with which settings. What they
+do to a batch that the others do in the model, such as masks, is a part of the step.
+
 All that is compared is on the device at once: rows of billions of weights need a run of their own (``gpt-oss``: 26 GiB
 for each variant, while it waits; ``qwen3-14b-lora`` and ``qwen3-moe`` 28 to 60). What fails for want of memory while
 others compile goes on in its turn, when it has the rest of the device to itself (its ``first s`` is empty then), and

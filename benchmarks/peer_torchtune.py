@@ -2,7 +2,7 @@
 
 Its own builders, weights through its own conversion of checkpoints, each layer compiled by itself, its loss that makes
 the logits in chunks, and the mask of its packed data sets: blocks for flex_attention, made in each step as its collator
-makes them, or a dense mask without a GPU. Layers are checkpointed where the row's are. All is in bf16, adapters too.
+makes them, or a dense mask without a GPU. Layers are checkpointed where the row's are. Adapters are in bf16, too.
 
 Qwen3 and that loss are in torchtune's main branch and in no release.
 """
@@ -60,7 +60,7 @@ def build(row: str, size: Size, device: str, compiler: str) -> Workload:
     row_has = published("torchtune", row, TRAINED, size, device)
     adapters = adapters_of(row_has)
     family = {"llama": _llama, "qwen3": _qwen3}[row_has.config.model_type]
-    with training.set_default_dtype(torch.bfloat16), torch.device(device):
+    with training.set_default_dtype(base_of(row_has).dtype), torch.device(device):
         model, weights = family(row_has, adapters, max(size.tokens, 4096))
     missing, unexpected = model.load_state_dict(weights, strict=False)
     if unexpected or any("lora" not in name for name in missing):
