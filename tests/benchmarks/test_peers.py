@@ -81,10 +81,8 @@ def test_lengths_and_targets_are_those_of_the_documents():
     assert lengths.dtype == torch.int32
     assert torch.equal(torch.cat([torch.arange(int(each)) for each in lengths])[None], batch["position_ids"])
     assert all(torch.equal(found[name], batch[name]) for name in batch)
-    with torch.no_grad():
-        made = workload.model(**batch)
-        loss = torch.nn.functional.cross_entropy(made.logits[0].float(), targets_of(batch["labels"])[0])
-    assert loss.item() == pytest.approx(made.loss.item(), rel=1e-3)
+    labels = torch.tensor([[-100, 5, 6, -100, 8]])
+    assert targets_of(labels).tolist() == [[5, 6, -100, 8, -100]]
 
 
 def test_operations_are_those_of_the_row_whatever_a_peer_trains():
@@ -140,7 +138,7 @@ def test_torchtitan_has_the_loss_of_the_row(row, monkeypatch):
     assert sum(each.numel() for each in actual.model.parameters()) == expected.model.num_parameters()
     with torch.no_grad(), actual.around():
         found = [each.model(**batch_of(each)).loss.item() for each in (actual, expected)]
-    assert found[0] == pytest.approx(found[1], rel=1e-3)
+    assert found[0] == pytest.approx(found[1], rel=1e-4)
     assert found[0] == pytest.approx(math.log(actual.config.vocab_size), rel=0.02)
 
 
@@ -160,5 +158,5 @@ def test_a_peer_trains_as_eager_does(peer, row, tmp_path):
     subprocess.run(command, check=True)
     found = {each["variant"]: each for each in json.loads((tmp_path / "made.json").read_text())["results"]}
     assert "failed" not in found[peer], found[peer]
-    assert found[peer]["loss"] == pytest.approx(found["eager"]["loss"], rel=1e-3)
+    assert found[peer]["loss"] == pytest.approx(found["eager"]["loss"], rel=3e-4)
     assert found[peer]["warnings"] == 0
