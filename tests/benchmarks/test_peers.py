@@ -153,7 +153,18 @@ def test_torchtitan_has_the_loss_of_the_row(row, monkeypatch):
 )
 def test_a_peer_trains_as_eager_does(peer, row, tmp_path):
     """Each in a process of its own: Unsloth patches the one that it is in. Last losses, after twelve steps each."""
-    options = ["--device", "cpu", "--compiler", "aot_eager", "--steps", "2", "--json", str(tmp_path / "made.json")]
+    options = [
+        "--device",
+        "cpu",
+        "--compiler",
+        "aot_eager",
+        "--steps",
+        "2",
+        "--limit",
+        "500",
+        "--json",
+        str(tmp_path / "made.json"),
+    ]
     command = [sys.executable, "-m", "benchmarks.end_to_end", "--cases", f"{row}:{peer},{row}:eager", *options]
     subprocess.run(command, check=True)
     found = {each["variant"]: each for each in json.loads((tmp_path / "made.json").read_text())["results"]}
