@@ -24,6 +24,11 @@ and ``glue-loss`` make that one alone. ``plan-B`` plans what is kept for backwar
 variant that ends in ``-layers`` compiles each decoder layer by itself (``layer.compile(...)``), as FSDP2 recipes do;
 masks, rotary tables and the loss are eager then, and equal layers share their graphs.
 
+Other libraries train a row with models, kernels, losses and compilation of their own, from the row's random weights, on
+the row's batches: ``torchtune``, ``torchtitan`` (with flex_attention; ``torchtitan-varlen`` with torch's varlen kernel)
+and ``unsloth``, where the package is installed and has the row; benchmarks/peer_*.py say with which settings. What they
+do to a batch that the others do in the model, such as masks, is a part of the step.
+
 All that is compared is on the device at once: rows of billions of weights need a run of their own (``gpt-oss``: 26 GiB
 for each variant, while it waits; ``qwen3-14b-lora`` and ``qwen3-moe`` 28 to 60). What fails for want of memory while
 others compile goes on in its turn, when it has the rest of the device to itself (its ``first s`` is empty then), and
@@ -82,7 +87,7 @@ class Trainer:
         torch.manual_seed(0)
         self.size, self.device = size, device
         how = variant_of(variant)
-        self.workload = ROWS[row].build(size, device, how.attention)
+        self.workload = how.workload(row, size, device, compiler)
         self.call = how.compiled(self.workload, compiler)
         self.trained = [weight for weight in self.workload.model.parameters() if weight.requires_grad]
         self.optimizer = torch.optim.AdamW(self.trained, lr=1e-5, fused=True)

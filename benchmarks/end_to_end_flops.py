@@ -8,22 +8,20 @@ checkpoint computes again is not counted, nor what a mask hides.
 from __future__ import annotations
 
 import time
-from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.end_to_end_rows import Workload
+from benchmarks.end_to_end_rows import Workload, document_lengths
 
 
 def step_flops(workload: Workload, positions: Tensor) -> float:
     """Of forward and backward over one row of packed documents, told apart by ``positions`` [1, T]."""
-    starts = [*(positions[0] == 0).nonzero().flatten().tolist(), positions.shape[1]]
-    lengths = [last - first for first, last in pairwise(starts)]
-    return _flops_of_weights(workload) * positions.shape[1] + _flops_of_attention(workload, lengths)
+    of_token = flops_of_weights(workload) if workload.token_flops is None else workload.token_flops
+    return of_token * positions.shape[1] + _flops_of_attention(workload, document_lengths(positions))
 
 
-def _flops_of_weights(workload: Workload) -> float:
+def flops_of_weights(workload: Workload) -> float:
     """For one token."""
     config = workload.config
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 1

@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ class Workload:
         batch: a batch of so many tokens; a generator draws its documents.
         around: the context of each forward.
         config: of the model, as transformers has it.
+        token_flops: of products with weights, for one token; None: what the model's own weights say.
     """
 
     model: nn.Module
@@ -44,6 +46,7 @@ class Workload:
     batch: Callable[[int, torch.Generator], dict[str, Tensor]]
     config: Any
     around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    token_flops: float | None = None
 
 
 @dataclass(frozen=True)
@@ -160,6 +163,12 @@ def _causal_model(family: str, size: Size, device: str, attention: str, dtype: t
     config = AutoConfig.for_model(family, use_cache=False, max_position_embeddings=131072, **special, **settings)
     with torch.device(device):
         return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention).train()
+
+
+def document_lengths(positions: Tensor) -> list[int]:
+    """Of one row of packed documents, told apart by ``positions`` [1, T], which are on the CPU."""
+    starts = [*(positions[0] == 0).nonzero().flatten().tolist(), positions.shape[1]]
+    return [last - first for first, last in pairwise(starts)]
 
 
 def packed_model(family: str, size: Size, device: str, attention: str) -> Workload:

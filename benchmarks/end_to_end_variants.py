@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch._functorch.config
 
-from benchmarks.end_to_end_rows import Workload
+from benchmarks import peer_torchtitan, peer_torchtune, peer_unsloth
+from benchmarks.end_to_end_rows import ROWS, Size, Workload
 from glue_compiler import registry
 
 
@@ -24,6 +27,7 @@ class Variant:
         options: glue's.
         is_patched: by Liger.
         recomputes: backward computes again all that is fused and no product (torch's aggressive_recomputation).
+        peer: of another library, (row, size, device, what compiles) → what is trained, compiled.
     """
 
     compiler: str | None
@@ -32,6 +36,13 @@ class Variant:
     options: tuple[tuple[str, Any], ...] = ()
     is_patched: bool = False
     recomputes: bool = False
+    peer: Callable[[str, Size, str, str], Workload] | None = None
+
+    def workload(self, row: str, size: Size, device: str, compiler: str) -> Workload:
+        """What is trained; a peer has compiled it with ``compiler``."""
+        if self.peer is not None:
+            return self.peer(row, size, device, compiler)
+        return ROWS[row].build(size, device, self.attention)
 
     def compiled(self, workload: Workload, compiler: str) -> Any:
         """What is called in a step; ``compiler`` is what stands behind glue, or is compared with it."""
@@ -67,6 +78,10 @@ VARIANTS = {
     "flex": Variant("inductor", "flex_attention"),
     "eager": Variant(None),
     "liger": Variant(None, is_patched=True),
+    "torchtune": Variant(None, peer=peer_torchtune.build),
+    "torchtitan": Variant(None, peer=peer_torchtitan.build),
+    "torchtitan-varlen": Variant(None, peer=partial(peer_torchtitan.build, attention="varlen")),
+    "unsloth": Variant(None, peer=peer_unsloth.build),
     "fa2": Variant("inductor", "flash_attention_2"),
     "fa4": Variant("inductor", "flash_attention_4"),
     "glue-torch": Variant("glue", options=(("kernels", "torch"),)),
