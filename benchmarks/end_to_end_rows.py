@@ -74,6 +74,11 @@ def qwen3_autocast(size: Size, device: str, attention: str) -> Workload:
     return replace(workload, around=partial(torch.autocast, device, dtype=torch.bfloat16))
 
 
+def llama_bf16(size: Size, device: str, attention: str) -> Workload:
+    """Llama-3.2-1B's shape, weights in bf16, all trained."""
+    return _packed(_causal_model("llama", size, device, attention), device)
+
+
 def llama_lora(size: Size, device: str, attention: str) -> Workload:
     """Llama-3.2-1B's shape in bf16, checkpointed, LoRA on its attention; adapters in fp32, as peft makes them."""
     import peft
@@ -115,6 +120,7 @@ def gpt_oss(size: Size, device: str, attention: str) -> Workload:
 ROWS = {
     "qwen3-bf16": Row(qwen3_bf16),
     "qwen3-autocast": Row(qwen3_autocast),
+    "llama-bf16": Row(llama_bf16),
     "llama-lora": Row(llama_lora),
     "llama-8b-lora": Row(partial(large_lora, "llama_8b")),
     "qwen3-8b-lora": Row(partial(large_lora, "qwen3_8b"), tokens=16384),
