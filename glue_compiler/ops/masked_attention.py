@@ -10,6 +10,7 @@ from torch import Tensor
 from glue_compiler.compat import attention
 from glue_compiler.ops.autocast import in_autocast_dtype
 from glue_compiler.ops.composite import composite
+from glue_compiler.ops.dense_attention import dense_attention
 from glue_compiler.ops.document_blocks import BLOCK
 from glue_compiler.ops.mask_blocks import as_four
 
@@ -35,33 +36,37 @@ def masked_attention(
 
     Args:
         query: floating ``[B, Hq, Q, D]``. key, value: ``[B, Hkv, K, D]``, ``Hq % Hkv == 0``.
-        mask: as for ``mask_blocks``. It has no gradient. Kernels read it from memory, in backward too: what is no input
-            of a graph goes through ``glue::materialized`` first, or Inductor may compute it again in backward, where
-            flex_attention fails on values that are not in memory.
-        lists: of ``mask_blocks`` for the same mask, kind and empty rows.
+        mask: as for ``mask_blocks``. Kernels read it from memory, in backward too: what is no input of a graph goes
+            through ``glue::materialized`` first, or Inductor may compute it again in backward, where flex_attention
+            fails on values that are not in memory.
+        lists: of ``mask_blocks`` for the same mask (without its gradient), kind and empty rows.
         kind: what an element of the mask says, of ``mask_blocks.Kind``.
         empty_rows: what a query gets that sees no key, of ``mask_blocks.EmptyRows``. Of numbers that are added only
             minus infinities make an empty row, and a mean of such a row is not defined.
         scale: multiplies the scores; None: ``1 / sqrt(D)``.
         softcap: scores become ``softcap * tanh(score / softcap)`` before the mask.
         sinks: floating ``[Hq]``: a score of one more key for each query, whose value is zero.
-        bias: floating, broadcastable to ``[B, Hq, Q, K]``, without a gradient: is added to the scores beside a boolean
-            mask, in memory as that is.
+        bias: floating, broadcastable to ``[B, Hq, Q, K]``: is added to the scores beside a boolean mask, in memory as
+            that is.
 
     Returns:
         ``[B, Hq, Q, D]``.
 
-    Gradients of query, key, value and sinks. Query and key get none from empty rows.
+    Gradients of query, key, value and sinks, and of numbers that are added, of the mask or the bias: kernels sum those
+    over what is broadcast by atomic additions in fp32, in no fixed order. Empty rows give none to query, key and
+    numbers that are added.
 
     Source: flex_attention (Dong et al., 2024), with block lists that are read from the mask's elements.
     """
     query, key, value = in_autocast_dtype(query, key, value)
     scale = 1 / math.sqrt(query.shape[3]) if scale is None else scale
-    elements = _Elements(as_four(mask))
+    elements = _Elements(_of_all_places(as_four(mask), query, key))
     *blocks, empty = lists[:9]
     # Of numbers that are added rows have an offset in place of that they are empty.
     rows = _Elements(as_four(lists[-1][..., None]))
-    biases = _Elements(as_four(bias)) if bias is not None else None
+    biases = None
+    if bias is not None:
+        biases = _Elements(_of_all_places(as_four(bias), query, key))
     is_mean = empty_rows == "mean" and kind != "added"
 
     def is_seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor, *tensors: Tensor) -> Tensor:
@@ -101,15 +106,32 @@ def masked_attention(
     with torch.autocast(query.device.type, enabled=False):
         # Off a GPU torch rounds the scores to the operands' dtype, which its kernel on one does not.
         q, k, v = query.to(dtype), key.to(dtype), value.to(dtype)
-        out, logsumexp = attention.flex_attention(
-            q, k, v, tuple(blocks), BLOCK, is_seen, of_mask, scale, score, of_score
-        )
+        if score is not None and not query.is_cuda and _has_gradient(*of_score):
+            out, logsumexp = dense_attention(q, k, v, is_seen, of_mask, scale, score, of_score)
+        else:
+            out, logsumexp = attention.flex_attention(
+                q, k, v, tuple(blocks), BLOCK, is_seen, of_mask, scale, score, of_score
+            )
         if sinks is not None:
             logsumexp = logsumexp + lists[-1].to(logsumexp.dtype) if kind == "added" else logsumexp
             out = out * torch.sigmoid(logsumexp - sinks[:, None]).to(out.dtype)[..., None]
         if empty_rows == "nan":
             out = out.masked_fill(empty[..., None], float("nan"))
         return out.to(query.dtype)
+
+
+def _has_gradient(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def _of_all_places(four: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """What has a gradient, as a number for each query and key: all that add to one number's at once wait in turn.
+
+    No memory is taken for them but that of the gradient, which eager makes too.
+    """
+    if not _has_gradient(four):
+        return four
+    return four.expand(*four.shape[:2], query.shape[2], key.shape[2])
 
 
 class _Elements:

@@ -13,9 +13,9 @@ from torch import fx
 from glue_compiler.fx.gradient_strides import strides_are_seen
 from glue_compiler.fx.index_expressions import IndexReader
 from glue_compiler.fx.index_views import Element, NotAView, broadcast_index, source_of
-from glue_compiler.fx.operators import FOUND, Call, Operators, Value
+from glue_compiler.fx.operators import Call, Operators, Value
 from glue_compiler.fx.value_numbering import Scope
-from glue_compiler.fx.values import requires_grad, value_of
+from glue_compiler.fx.values import value_of
 from glue_compiler.passes.specialize_attention.attention_parts import AttentionSite, Mask, NotAttention
 from glue_compiler.passes.specialize_attention.gradients import Gradients
 from glue_compiler.passes.specialize_attention.written_out import Chain, has_softmax, read_written_out
@@ -114,10 +114,6 @@ def _site(
         raise NotAttention("gradients are switched off for a part of it")
     if inside and not gradients.are_cut_off and strides_are_seen([query, key, value], operators):
         raise NotAttention("a hook or a backward of your own gets its gradients, and may depend on their strides")
-    added = [each.value for each in mask.parts] if mask is not None else []
-    added += [chain.bias] if chain.bias is not None else []
-    if any(each.step != FOUND and requires_grad(value_of(each.node)) for each in added):
-        raise NotAttention("the mask has a gradient")
     grouped_key, grouped_value = (
         _before_repeat(node, each, heads, gradients, reader)
         for node, each in zip((key, value), operands[1:], strict=True)

@@ -17,8 +17,10 @@ from glue_compiler.fx.value_numbering import Scope
 from glue_compiler.fx.values import expression, requires_grad, storages_of, value_of
 from glue_compiler.ops.mask_blocks import EmptyRows, Kind
 from glue_compiler.passes.specialize_attention.attention_parts import AttentionSite
+from glue_compiler.passes.specialize_attention.gradients import Gradients
 from glue_compiler.passes.specialize_attention.masks import UnknownMask
 
+aten = torch.ops.aten
 _GIVEN = ("placeholder", "get_attr")
 
 
@@ -33,6 +35,7 @@ class Elements:
         number: equal for tensors that are equal when they are made.
         dtype: that autocast casts it to; None: it stays as it is.
         is_given: it lies in memory that the graph is given, and that is not written before backward.
+        has_gradient: the attention gives it one.
     """
 
     node: fx.Node
@@ -41,6 +44,7 @@ class Elements:
     number: Any
     dtype: torch.dtype | None
     is_given: bool
+    has_gradient: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,18 +88,31 @@ def _elements(tensor: Value, is_added: bool, site: AttentionSite, reader: IndexR
         raise UnknownMask("the mask is not a plain tensor")
     if is_added:
         _require_numbers(tensor, site, reader)
-    value, node = _smallest(tensor, site, reader)
-    scope, source = _outermost(value, node, site, operators)
+    gradients = Gradients(site.output, operators)
+    has_gradient = gradients.reach(tensor)
+    if has_gradient and torch.are_deterministic_algorithms_enabled():
+        raise UnknownMask(
+            "it has a gradient, which kernels sum in no fixed order, and torch.use_deterministic_algorithms is on"
+        )
+    value, node = _smallest(tensor, site, reader, gradients)
+    scope, source = _outermost(value, node, site, gradients if has_gradient else None, operators)
     dtype = _cast_to(tensor, site, operators) if is_added else None
     # Backward of a sum needs none of its terms, and sdpa makes numbers of a boolean mask: others may write them before
     # backward, where a kernel reads them. What masked_fill, where and sdpa keep themselves is safe as in eager.
     may_be_written = is_added == bool(site.inside) and requires_grad(value_of(site.output))
     is_given = _is_given(value, operators) and not may_be_written
-    return Elements(node, scope, source, operators.number(value), dtype, is_given)
+    # Equal tensors may have gradients of their own.
+    number = source if has_gradient else operators.number(value)
+    return Elements(node, scope, source, number, dtype, is_given, has_gradient)
 
 
-def _outermost(value: Value, node: fx.Node, site: AttentionSite, operators: Operators) -> tuple[Scope, fx.Node]:
-    """Where bodies around the site are passed the mask, if its sizes say for how many queries and keys it is."""
+def _outermost(
+    value: Value, node: fx.Node, site: AttentionSite, gradients: Gradients | None, operators: Operators
+) -> tuple[Scope, fx.Node]:
+    """Where bodies around the site are passed the mask, if its sizes say for how many queries and keys it is.
+
+    ``gradients``: that have to pass through what is made of it there; None: there are none.
+    """
     scope = site.scope
     known = (1, 1, *map(expression, value_of(node).shape))[-2:]
     wanted = (expression(value_of(each).shape[2]) for each in (site.query, site.key))
@@ -105,6 +122,8 @@ def _outermost(value: Value, node: fx.Node, site: AttentionSite, operators: Oper
     while passed is not None and scope.call is not None and scope.parent is not None:
         outer = operators.operand(passed, scope.call.node)
         if outer is None or outer.graph is not scope.parent.module.graph:
+            break
+        if gradients is not None and not gradients.are_on(scope.call.node):
             break
         scope, node, passed = scope.parent, outer, operators.passed(passed)
     return scope, node
@@ -140,19 +159,19 @@ def _cast_to(added: Value, site: AttentionSite, operators: Operators) -> torch.d
         return output.dtype if torch.is_autocast_enabled(output.device.type) else None
 
 
-def _smallest(mask: Value, site: AttentionSite, reader: IndexReader) -> tuple[Value, fx.Node]:
-    """The mask, or what it is expanded from, where the attention finds it."""
+def _smallest(mask: Value, site: AttentionSite, reader: IndexReader, gradients: Gradients) -> tuple[Value, fx.Node]:
+    """The mask, or what it is expanded from, where the attention finds it; gradients of one are those of the other."""
     found = None
-    for value in _same_elements(mask, site, reader):
+    for value in _same_elements(mask, site, reader, gradients):
         node = reader.operators.operand(value, site.output)
-        if node is not None and node.graph is site.output.graph and not requires_grad(value_of(node)):
+        if node is not None and node.graph is site.output.graph:
             found = value, node
     if found is None:
         raise UnknownMask("the mask is no longer in memory, or not in that of a tensor by itself, where it is needed")
     return found
 
 
-def _same_elements(mask: Value, site: AttentionSite, reader: IndexReader) -> Iterator[Value]:
+def _same_elements(mask: Value, site: AttentionSite, reader: IndexReader, gradients: Gradients) -> Iterator[Value]:
     """The mask, and those that it is a view or a copy of and that are broadcast to the scores as it is."""
     sizes = (*map(expression, value_of(site.query).shape[:3]), expression(value_of(site.key).shape[2]))
     places = tuple(sympy.Symbol(name, integer=True, nonnegative=True) for name in "bhqk")
@@ -163,10 +182,19 @@ def _same_elements(mask: Value, site: AttentionSite, reader: IndexReader) -> Ite
         shape = reader.shape(element.value)
         if _fits(shape, sizes) and element.index == _broadcast(places, shape):
             yield element.value
+        if not gradients.pass_through(element.value.node) or _is_detached(element.value, reader.operators):
+            return
         try:
             element = source_of(reader.operators, element.value, element.index)
         except NotAView:
             return
+
+
+def _is_detached(value: Value, operators: Operators) -> bool:
+    """Does its node say nothing of its gradients, of which it cuts off some inside?"""
+    call = operators.does(value)
+    is_cut = call is not None and call.operator in (aten.detach, aten.detach_)
+    return is_cut and any(requires_grad(value_of(arg)) for arg in value.node.all_input_nodes)
 
 
 def _fits(shape: tuple[Any, ...], sizes: tuple[Any, ...]) -> bool:

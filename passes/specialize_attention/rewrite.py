@@ -184,7 +184,8 @@ class _Writer:
         node = self.copies.get(_copy_of(elements), given)
         with graph.inserting_before(before):
             sizes = [self._size_of_scores(dim, site, given) for dim in (-2, -1)]
-            blocks = self.make.call(graph, _glue.mask_blocks.default, node, *sizes, mask.kind, mask.empty_rows)
+            read = self.make.method(graph, "detach", node) if requires_grad(value_of(node)) else node
+            blocks = self.make.call(graph, _glue.mask_blocks.default, read, *sizes, mask.kind, mask.empty_rows)
             return [self.make.call(graph, operator.getitem, blocks, i) for i in range(len(value_of(blocks)))]
 
     def _in_memory(self, site: AttentionSite, elements: Elements) -> fx.Node:

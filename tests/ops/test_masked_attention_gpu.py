@@ -25,7 +25,7 @@ def compiled(kind: str, empty_rows: str, **settings):
     return torch.compile(call, fullgraph=True)
 
 
-def assert_as_exact(call, dense, inputs: list[Tensor], mask: Tensor) -> None:
+def assert_as_exact(call, dense, inputs: list[Tensor], mask: Tensor | None) -> None:
     """No further from fp64 than what has the whole mask, and the rounding of a weight: all alike under equal scores."""
     got = with_gradients(lambda *given: call(mask, *given), inputs)
     exact = [each.detach().double().requires_grad_() for each in inputs]
@@ -58,6 +58,23 @@ def test_numbers_that_are_added(name, least):
     mask = torch.randn(shown.shape, device="cuda", dtype=torch.bfloat16).masked_fill(~shown, least)
     mask[..., -1, :] = least  # a query that sees nothing but such numbers
     assert_as_exact(compiled("added", "nan"), written_out(mask, added=True), on_gpu(300, 300), mask)
+
+
+@pytest.mark.parametrize("shape", [(4, 300, 300), (2, 1, 300, 300), (4, 1, 300)], ids=str)
+def test_numbers_that_are_added_get_their_gradient(shape):
+    """The kernel's atomic additions: into numbers of one batch, of one head, and of one query, which all add to."""
+    bias = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+    bias[..., 20:40] = -1e9
+    bias.requires_grad_()
+
+    def call(mask: None, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        lists = glue.mask_blocks(bias.detach(), q.shape[2], k.shape[2], "added", "nan")
+        return glue.masked_attention(q, k, v, bias, lists, "added", "nan")
+
+    def dense(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        return written_out(bias, added=True)(q, k, v)
+
+    assert_as_exact(torch.compile(call, fullgraph=True), dense, [*on_gpu(300, 300), bias], None)
 
 
 def test_soft_caps_and_sinks():
