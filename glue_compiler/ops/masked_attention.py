@@ -144,7 +144,7 @@ class _Elements:
         self.is_read = [not (isinstance(size, int) and size == 1) for size in four.shape]
         self.is_single = not any(self.is_read)
         self.is_read[-1] |= self.is_single
-        self.tensor = four[tuple(slice(None) if is_read else 0 for is_read in self.is_read)]
+        self.tensor = four.squeeze([dim for dim, is_read in enumerate(self.is_read) if not is_read])
 
     def at(self, tensor: Tensor, *places: Tensor) -> Tensor:
         index = [place for place, is_read in zip(places, self.is_read, strict=True) if is_read]

@@ -10,6 +10,7 @@ import sympy
 import torch
 from torch import fx
 
+from glue_compiler.compat.attention import has_flex_gradient
 from glue_compiler.fx.index_expressions import IndexReader
 from glue_compiler.fx.index_views import Element, NotAView, broadcast_index, source_of
 from glue_compiler.fx.operators import FOUND, Operators, Value
@@ -90,11 +91,9 @@ def _elements(tensor: Value, is_added: bool, site: AttentionSite, reader: IndexR
         _require_numbers(tensor, site, reader)
     gradients = Gradients(site.output, operators)
     has_gradient = gradients.reach(tensor)
-    if has_gradient and torch.are_deterministic_algorithms_enabled():
-        raise UnknownMask(
-            "it has a gradient, which kernels sum in no fixed order, and torch.use_deterministic_algorithms is on"
-        )
     value, node = _smallest(tensor, site, reader, gradients)
+    if has_gradient:
+        _require_gradient(node, site)
     scope, source = _outermost(value, node, site, gradients if has_gradient else None, operators)
     dtype = _cast_to(tensor, site, operators) if is_added else None
     # Backward of a sum needs none of its terms, and sdpa makes numbers of a boolean mask: others may write them before
@@ -148,6 +147,19 @@ def _require_numbers(added: Value, site: AttentionSite, reader: IndexReader) -> 
     computed_in = torch.promote_types(value_of(site.output).dtype, torch.float32)
     if torch.promote_types(dtype, computed_in) != computed_in:
         raise UnknownMask(f"{dtype} is added to the scores, and kernels compute in {computed_in}")
+
+
+def _require_gradient(node: fx.Node, site: AttentionSite) -> None:
+    if torch.are_deterministic_algorithms_enabled():
+        raise UnknownMask(
+            "it has a gradient, which kernels sum in no fixed order, and torch.use_deterministic_algorithms is on"
+        )
+    tensor, query, key = (value_of(each) for each in (node, site.query, site.key))
+    if not has_flex_gradient(query.device, (*tensor.shape, query.shape[2], key.shape[2])):
+        raise UnknownMask(
+            "it has a gradient, whose sizes are not known when the graph is compiled, and Inductor fails on that; "
+            "dynamic=False gives each size its own graph"
+        )
 
 
 def _cast_to(added: Value, site: AttentionSite, operators: Operators) -> torch.dtype | None:
