@@ -106,7 +106,7 @@ def masked_attention(
     with torch.autocast(query.device.type, enabled=False):
         # Off a GPU torch rounds the scores to the operands' dtype, which its kernel on one does not.
         q, k, v = query.to(dtype), key.to(dtype), value.to(dtype)
-        if score is not None and not query.is_cuda and _has_gradient(*of_score):
+        if score is not None and _is_dense(query, of_score):
             out, logsumexp = dense_attention(q, k, v, is_seen, of_mask, scale, score, of_score)
         else:
             out, logsumexp = attention.flex_attention(
@@ -118,6 +118,10 @@ def masked_attention(
         if empty_rows == "nan":
             out = out.masked_fill(empty[..., None], float("nan"))
         return out.to(query.dtype)
+
+
+def _is_dense(query: Tensor, of_score: tuple[Tensor, ...]) -> bool:
+    return not query.is_cuda and _has_gradient(*of_score)
 
 
 def _has_gradient(*tensors: Tensor) -> bool:

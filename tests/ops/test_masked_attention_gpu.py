@@ -77,6 +77,25 @@ def test_numbers_that_are_added_get_their_gradient(shape):
     assert_as_exact(torch.compile(call, fullgraph=True), dense, [*on_gpu(300, 300), bias], None)
 
 
+def test_a_bias_beside_a_boolean_mask_gets_its_gradient():
+    mask = boolean_masks(300, 300)["by row"].clone()
+    mask[:, :, 7] = False  # a query that gets the mean of all values, and to which nothing is added
+    bias = torch.randn(4, 300, 300, device="cuda", dtype=torch.bfloat16).requires_grad_()
+
+    def call(mask: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        lists = glue.mask_blocks(mask, q.shape[2], k.shape[2], "shows", "mean")
+        return glue.masked_attention(q, k, v, mask, lists, "shows", "mean", bias=bias)
+
+    def dense(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        hidden = bias.expand(2, 4, 300, 300).masked_fill(~mask.cuda(), float("-inf"))
+        hidden = hidden.masked_fill(~mask.cuda().any(-1, keepdim=True), 0.0)
+        scores = q @ k.repeat_interleave(2, 1).transpose(-1, -2) / 4
+        scores = scores.masked_fill(~mask.cuda().any(-1, keepdim=True), 0.0)
+        return (scores + hidden).softmax(-1) @ v.repeat_interleave(2, 1)
+
+    assert_as_exact(torch.compile(call, fullgraph=True), dense, [*on_gpu(300, 300), bias], mask.cuda())
+
+
 def test_soft_caps_and_sinks():
     mask = boolean_masks(300, 300)["window"].cuda()
     inputs = [*on_gpu(300, 300), torch.randn(4, device="cuda", dtype=torch.bfloat16).requires_grad_()]
