@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +38,7 @@ class Elements:
         dtype: that autocast casts it to; None: it stays as it is.
         is_given: it lies in memory that the graph is given, and that is not written before backward.
         has_gradient: the attention gives it one.
+        factor: that it is multiplied by, with the scores.
     """
 
     node: fx.Node
@@ -46,6 +48,7 @@ class Elements:
     dtype: torch.dtype | None
     is_given: bool
     has_gradient: bool = False
+    factor: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,8 @@ class ListedMask:
 
     Attributes:
         kind: as :attr:`Mask.role`.
-        bias: numbers that are added to the scores beside a boolean mask; None: there are none.
+        bias: numbers that are added to the scores before the mask; None: there are none. With a mask that is added
+            too, attention reads the sum of both.
     """
 
     elements: Elements
@@ -74,11 +78,11 @@ def listed_mask(site: AttentionSite, reader: IndexReader) -> ListedMask:
         raise UnknownMask("there is no mask to read")
     if mask.also is not None:
         raise UnknownMask("there are two masks")
-    if mask.factor != 1:
-        raise UnknownMask("it is multiplied with the scores")
     if mask.empty_rows is None:
         raise UnknownMask("the masked scores are rounded or bounded, and what hides a key then is not known")
     elements = _elements(mask.value, mask.role == "added", site, reader)
+    if mask.role == "added":  # what hides keys was taken for what it is after the factor
+        elements = dataclasses.replace(elements, factor=mask.factor)
     bias = _elements(site.bias, True, site, reader) if site.bias is not None else None
     return ListedMask(elements, mask.role, mask.empty_rows, bias)
 

@@ -245,7 +245,7 @@ def _masked(value: Value, chain: Chain, reader: IndexReader) -> Value:
             # In place the scores alone are written: they are in no other memory, as a mask may be.
             for inner, mask in ((first, second), (second, first))[: 2 if add is aten.add else 1]:
                 unfilled = _without_fillings(inner, dataclasses.replace(behind, links=[]), reader)
-                if operators.is_tensor(mask) and _is_product(unfilled, operators):
+                if operators.is_tensor(mask) and _are_scores(unfilled, operators):
                     dtype = reader.dtype(scores)
                     is_rounded = any(torch.promote_types(each, dtype) != each for each in behind.dtypes)
                     empty_rows: EmptyRows = "zeros" if chain.has_sinks else "nan"
@@ -296,13 +296,13 @@ def _is_filled(value: Value, mask: Value, role: Kind, filling: Any, chain: Chain
 
 
 def _biased(value: Value, chain: Chain, operators: Operators) -> Value:
-    """Takes numbers off the scores, in which a mask is filled in."""
-    if chain.mask is None or chain.factor != 1 or any(mask.role == "added" for mask in chain.mask.parts):
+    """Takes numbers off the scores, to which a mask is added, or in which it is filled."""
+    if chain.mask is None or chain.factor != 1 or len({mask.role == "added" for mask in chain.mask.parts}) > 1:
         return value
     value = _regrouped(value, chain, operators)
     match operators.does(value):
-        case Call(aten.add, {"self": Value() as first, "other": Value() as second, "alpha": 1}):
-            for scores, bias in ((first, second), (second, first)):
+        case Call(aten.add | aten.add_ as add, {"self": Value() as first, "other": Value() as second, "alpha": 1}):
+            for scores, bias in ((first, second), (second, first))[: 2 if add is aten.add else 1]:
                 if operators.is_tensor(bias) and _is_product(scores, operators):
                     chain.bias = bias
                     chain.links.append(value)
@@ -388,6 +388,16 @@ def _scaled(value: Value, chain: Chain, operators: Operators) -> Value:
         chain.scale *= factor
         chain.links.append(value)
         value = scores
+
+
+def _are_scores(value: Value, operators: Operators) -> bool:
+    """Are they a product, or a product to which something is added?"""
+    if _is_product(value, operators):
+        return True
+    match operators.does(_regrouped(value, Chain(), operators)):
+        case Call(aten.add | aten.add_, {"self": Value() as first, "other": Value() as second, "alpha": 1}):
+            return _is_product(first, operators) or _is_product(second, operators)
+    return False
 
 
 def _is_product(value: Value, operators: Operators) -> bool:
