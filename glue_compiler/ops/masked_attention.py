@@ -45,7 +45,7 @@ def masked_attention(
             minus infinities make an empty row, and a mean of such a row is not defined.
         scale: multiplies the scores; None: ``1 / sqrt(D)``.
         softcap: scores become ``softcap * tanh(score / softcap)`` before the mask.
-        sinks: floating ``[Hq]``: a score of one more key for each query, whose value is zero.
+        sinks: floating ``[Hq]`` or ``[B, Hq, Q, 1]``: a score of one more key for each query, whose value is zero.
         bias: floating, broadcastable to ``[B, Hq, Q, K]``: is added to the scores beside a boolean mask, in memory as
             that is.
 
@@ -114,7 +114,8 @@ def masked_attention(
             )
         if sinks is not None:
             logsumexp = logsumexp + lists[-1].to(logsumexp.dtype) if kind == "added" else logsumexp
-            out = out * torch.sigmoid(logsumexp - sinks[:, None]).to(out.dtype)[..., None]
+            of_queries = sinks[:, None] if sinks.dim() == 1 else sinks[..., 0]
+            out = out * torch.sigmoid(logsumexp - of_queries).to(out.dtype)[..., None]
         if empty_rows == "nan":
             out = out.masked_fill(empty[..., None], float("nan"))
         return out.to(query.dtype)

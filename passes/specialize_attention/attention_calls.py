@@ -191,8 +191,8 @@ def _before_repeat(node: fx.Node, value: Value, heads: Any, gradients: Gradients
 
 
 def _sinks(column: Value, heads: Any, gradients: Gradients, reader: IndexReader) -> fx.Node | None:
-    """The scores ``[Hq]`` of which ``column``, ``[B, Hq, Q, 1]``, holds one for each query."""
-    operators = reader.operators
+    """The scores ``[Hq]`` of which ``column``, ``[B, Hq, Q, 1]``, holds one for each query; or the column itself."""
+    operators, whole = reader.operators, column
     wanted = tuple(sympy.Symbol(name, integer=True, nonnegative=True) for name in "bhq")
     element = Element(column, broadcast_index((*wanted, sympy.Integer(0)), reader.shape(column)))
     while gradients.pass_through(element.value.node):
@@ -205,4 +205,7 @@ def _sinks(column: Value, heads: Any, gradients: Gradients, reader: IndexReader)
             is_here = found is not None and found.graph is gradients.output.graph
             if is_here and operators.is_kept(element.value, gradients.output):
                 return found
-    raise NotAttention("attention sinks that are not one number for each head")
+    found = operators.operand(whole, gradients.output)
+    if found is None or found.graph is not gradients.output.graph:
+        raise NotAttention("attention sinks that are not in memory where the attention is")
+    return found

@@ -51,7 +51,8 @@ class AttentionSite:
         is_square: there are provably as many keys as queries.
         scale: None is ``1 / sqrt(D)``.
         softcap: scores are ``tanh(scores / softcap) * softcap`` before the mask; None: as they are.
-        sinks: ``[Hq]``, a score of each head for a key without a value, which no mask hides; None: there is none.
+        sinks: ``[Hq]`` or ``[B, Hq, Q, 1]``, a score of each head or query for a key without a value, which no mask
+            hides; None: there is none.
         bias: numbers that are added to the scores before the mask is filled in; None: there are none.
         inside: the nodes between query, key, value and output of softmax written out between two products. Nothing
             else uses them. Empty for ``scaled_dot_product_attention``.

@@ -239,10 +239,6 @@ def test_a_mask_detached_from_what_has_a_gradient():
     assert_as_eager(fn, LISTED, tensors=[*inputs(), biases(T, T).requires_grad_()])
 
 
-def test_a_mask_with_a_gradient_stays():
-    assert_as_eager(sdpa, "the mask has a gradient", tensors=[*inputs(), biases(T, T).requires_grad_()])
-
-
 def test_numbers_that_are_no_floats_stay():
     assert_as_eager(written_out(lambda scores, bias: scores + bias), "are added to the scores", [ids(T)])
 
