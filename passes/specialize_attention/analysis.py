@@ -116,10 +116,10 @@ def _visibility(
     site: AttentionSite, reader: IndexReader, assume_sorted: bool, seen: dict[Any, Visibility | UnknownMask]
 ) -> Visibility:
     """The mask's meaning; layers share masks, so each is read once."""
-    if not site.is_square:
-        raise UnknownMask("there are not provably as many keys as queries (a cache of earlier keys?)")
     if site.mask is None:
         return Visibility()
+    if not site.is_square:
+        raise UnknownMask("there are not provably as many keys as queries (a cache of earlier keys?)")
     gradients = Gradients(site.output, reader.operators)
     if any(gradients.reach(each.value) for each in site.mask.parts):
         raise UnknownMask("the mask has a gradient")

@@ -73,7 +73,8 @@ def _written_out_site(value: Value, call: Call, scope: Scope, reader: IndexReade
     found = read_written_out(value, call, reader)
     if found is None:
         return None
-    return _site(scope, reader, value.node, (found.query, found.key, found.value), found.chain, False, found.inside)
+    operands = (found.query, found.key, found.value)
+    return _site(scope, reader, value.node, operands, found.chain, False, found.inside, found.is_key_transposed)
 
 
 def _site(
@@ -84,6 +85,7 @@ def _site(
     chain: Chain,
     is_grouped: bool,
     inside: tuple[fx.Node, ...] = (),
+    is_key_transposed: bool = False,
 ) -> AttentionSite:
     operators = reader.operators
     query, key, value = (_node_at(each, output, operators) for each in operands)
@@ -91,6 +93,8 @@ def _site(
     _require_supported_numbers(dropout, scale)
     shapes = [reader.shape(operators.value(node)) for node in (query, key, value, output)]
     (batch, heads, length, size), of_key, of_value, of_output = shapes
+    if is_key_transposed:
+        of_key = (*of_key[:2], of_key[3], of_key[2])
     if len(of_output) == 3:
         of_output = (batch, heads, *of_output[1:])  # products of the operands, with rows and heads as one dimension
     if not value_of(query).is_floating_point():
@@ -118,10 +122,11 @@ def _site(
         _before_repeat(node, each, heads, gradients, reader)
         for node, each in zip((key, value), operands[1:], strict=True)
     )
-    if len({reader.shape(operators.value(node))[1] for node in (grouped_key, grouped_value)}) > 1:
+    if is_key_transposed or len({reader.shape(operators.value(node))[1] for node in (grouped_key, grouped_value)}) > 1:
         grouped_key, grouped_value = key, value
     sinks = _sinks(chain.sinks, heads, gradients, reader) if chain.sinks is not None else None
-    saved = (query, grouped_key, grouped_value, output)
+    # What autograd does not save in eager may be written later; of the result backward gets a copy of its own then.
+    saved = (query, grouped_key, grouped_value, *(() if inside else (output,)))
     if not gradients.may_save(*saved, *([sinks] if sinks is not None else [])):
         raise NotAttention("its operands or its result are written in place later, and backward would read them")
     return AttentionSite(
@@ -141,6 +146,7 @@ def _site(
         sinks,
         chain.bias,
         inside,
+        is_key_transposed,
     )
 
 

@@ -45,6 +45,7 @@ class AttentionSite:
     Attributes:
         output: the node with the result ``[B, Hq, Q, D]`` or ``[B * Hq, Q, D]``. It finds in the memory of query, key
             and value what the attention reads, whatever was written there before.
+        is_key_transposed: ``key`` and ``grouped_key`` are ``[B, Hkv, D, K]``.
         grouped_key, grouped_value: key and value before their heads were repeated for the query's; the same where they
             were not.
         is_grouped: the query has more heads than ``grouped_key``, or may have.
@@ -74,3 +75,4 @@ class AttentionSite:
     sinks: fx.Node | None = None
     bias: Value | None = None
     inside: tuple[fx.Node, ...] = ()
+    is_key_transposed: bool = False

@@ -118,7 +118,7 @@ def _outermost(
     """
     scope = site.scope
     known = (1, 1, *map(expression, value_of(node).shape))[-2:]
-    wanted = (expression(value_of(each).shape[2]) for each in (site.query, site.key))
+    wanted = (expression(value_of(each).shape[2]) for each in (site.query, site.value))
     if any(size != one and not isinstance(size, int) for size, one in zip(wanted, known, strict=True)):
         return scope, node
     passed = operators.passed(value)
@@ -158,8 +158,8 @@ def _require_gradient(node: fx.Node, site: AttentionSite) -> None:
         raise UnknownMask(
             "it has a gradient, which kernels sum in no fixed order, and torch.use_deterministic_algorithms is on"
         )
-    tensor, query, key = (value_of(each) for each in (node, site.query, site.key))
-    if not has_flex_gradient(query.device, (*tensor.shape, query.shape[2], key.shape[2])):
+    tensor, query, value = (value_of(each) for each in (node, site.query, site.value))
+    if not has_flex_gradient(query.device, (*tensor.shape, query.shape[2], value.shape[2])):
         raise UnknownMask(
             "it has a gradient, whose sizes are not known when the graph is compiled, and Inductor fails on that; "
             "dynamic=False gives each size its own graph"
@@ -189,7 +189,7 @@ def _smallest(mask: Value, site: AttentionSite, reader: IndexReader, gradients: 
 
 def _same_elements(mask: Value, site: AttentionSite, reader: IndexReader, gradients: Gradients) -> Iterator[Value]:
     """The mask, and those that it is a view or a copy of and that are broadcast to the scores as it is."""
-    sizes = (*map(expression, value_of(site.query).shape[:3]), expression(value_of(site.key).shape[2]))
+    sizes = (*map(expression, value_of(site.query).shape[:3]), expression(value_of(site.value).shape[2]))
     places = tuple(sympy.Symbol(name, integer=True, nonnegative=True) for name in "bhqk")
     if not _fits(reader.shape(mask), sizes):
         raise UnknownMask("the sizes of the mask are not proved to be those of the scores")

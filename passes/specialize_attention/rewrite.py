@@ -129,6 +129,8 @@ class _Writer:
             elif is_saved and storages.isdisjoint(read) and not numbering.is_private_after(storages, site.output):
                 node = self.make.call(node.graph, _glue.private_copy.default, node)
             found.append(node)
+        if site.is_key_transposed:
+            found[1] = self.make.method(found[1].graph, "transpose", found[1], -1, -2)
         return found
 
     def _widened(self, node: fx.Node, size: int | torch.SymInt) -> fx.Node:
@@ -143,8 +145,11 @@ class _Writer:
         """
         site = replacement.site
         expected = value_of(site.output)
-        is_returned = storages_of(expected) & self.reader.operators.numbering.returned
-        if (site.inside or replacement.call is not None) and is_returned and requires_grad(expected):
+        numbering = self.reader.operators.numbering
+        is_returned = storages_of(expected) & numbering.returned
+        is_written = site.inside and not numbering.is_unwritten_after(storages_of(expected), site.output)
+        may_be_written = is_written or (is_returned and (site.inside or replacement.call is not None))
+        if may_be_written and requires_grad(expected):
             return self.make.call(result.graph, _glue.private_copy.default, result)
         return result
 
@@ -175,7 +180,7 @@ class _Writer:
         scope = scopes.pop() if len(scopes) == 1 else site.scope
         is_sum = len(parts) > 1
         read = self._sum_in_memory(site, scope, parts) if is_sum else self._made_in_memory(site, mask.elements)
-        sizes = tuple(str(expression(value_of(node).shape[2])) for node in (site.query, site.key))
+        sizes = tuple(str(expression(value_of(node).shape[2])) for node in (site.query, site.value))
         shared = (*map(_copy_of, parts), mask.kind, mask.empty_rows, sizes, scope)
         if shared not in self.lists:
             self.lists[shared] = self._write_lists(site, mask, scope, read)
@@ -241,7 +246,7 @@ class _Writer:
 
     def _size_of_scores(self, dim: int, site: AttentionSite, mask: fx.Node) -> Any:
         """A size of the mask if it is that, so that lists depend on the mask alone, which layers share."""
-        operand = site.query if dim == -2 else site.key
+        operand = site.query if dim == -2 else site.value
         shape = value_of(mask).shape
         if len(shape) >= -dim and expression(shape[dim]) == expression(value_of(operand).shape[2]):
             return self.make.size(mask.graph, mask, len(shape) + dim)
@@ -256,7 +261,7 @@ class _Writer:
                 with user.graph.inserting_before(user):
                     query, key = (self.results.get(each, each) for each in (site.query, site.key))
                     sizes = [self.make.size(user.graph, query, dim) for dim in range(3)]
-                    sizes.append(self.make.size(user.graph, key, 2))
+                    sizes.append(self.make.size(user.graph, key, 3 if site.is_key_transposed else 2))
                 # The node stays the same one: the mask of another attention may be it.
                 user.op, user.target, user.args, user.kwargs = "call_method", "expand", (expanded, *sizes), {}
 

@@ -58,6 +58,7 @@ class WrittenOut:
     value: Value
     chain: Chain
     inside: tuple[fx.Node, ...]
+    is_key_transposed: bool = False
 
 
 def read_written_out(output: Value, call: Call, reader: IndexReader) -> WrittenOut | None:
@@ -88,6 +89,8 @@ def read_written_out(output: Value, call: Call, reader: IndexReader) -> WrittenO
     query = operand_behind(product.left, output.node, reader, is_transposed=False)
     key = operand_behind(product.right, output.node, reader, is_transposed=not product.is_transposed)
     value = operand_behind(outer.right, output.node, reader, is_transposed=False)
+    is_key_transposed = key is None and not product.is_transposed and operators.meta(product.right).rank == 4
+    key = product.right if is_key_transposed else key
     if query is None or key is None or value is None:
         return None
     query, key = (before_widening(each, output, operators) for each in (query, key))
@@ -99,7 +102,7 @@ def read_written_out(output: Value, call: Call, reader: IndexReader) -> WrittenO
     inside = _used_here_alone([node for node in nodes if node is not None], scores, output.node, operators)
     _require_one_autocast(inside, output.node, operators)
     _require_one_precision((query, key, value), chain.links, output, operators)
-    return WrittenOut(query, key, value, chain, inside)
+    return WrittenOut(query, key, value, chain, inside, is_key_transposed)
 
 
 def has_softmax(call: Call, operators: Operators) -> bool:
