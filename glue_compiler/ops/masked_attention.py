@@ -39,7 +39,8 @@ def masked_attention(
         mask: as for ``mask_blocks``. Kernels read it from memory, in backward too: what is no input of a graph goes
             through ``glue::materialized`` first, or Inductor may compute it again in backward, where flex_attention
             fails on values that are not in memory.
-        lists: of ``mask_blocks`` for the same mask (without its gradient), kind and empty rows.
+        lists: of ``mask_blocks`` for the same mask (without its gradient), kind and empty rows; beside a bias
+            followed by ``row_offsets`` of the mask and it.
         kind: what an element of the mask says, of ``mask_blocks.Kind``.
         empty_rows: what a query gets that sees no key, of ``mask_blocks.EmptyRows``. Of numbers that are added only
             minus infinities make an empty row, and a mean of such a row is not defined.
@@ -63,10 +64,12 @@ def masked_attention(
     elements = _Elements(_of_all_places(as_four(mask), query, key))
     *blocks, empty = lists[:9]
     # Of numbers that are added rows have an offset in place of that they are empty.
-    rows = _Elements(as_four(lists[-1][..., None]))
+    rows = _Elements(as_four(lists[9 if kind == "added" else 8][..., None]))
+    offsets = None
     biases = None
     if bias is not None:
         biases = _Elements(_of_all_places(as_four(bias), query, key))
+        offsets = _Elements(as_four(lists[9][..., None]))
     is_mean = empty_rows == "mean" and kind != "added"
 
     def is_seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor, *tensors: Tensor) -> Tensor:
@@ -87,8 +90,12 @@ def masked_attention(
             # In this order, so that a number that swallows the score does so here too. Without the offset backward
             # would take a difference of two such numbers for the logarithm of a weight.
             return (score + number) - offset
-        if biases is not None:
-            score = score + biases.at(tensors[-1], batch, head, query, key).to(score.dtype)
+        if biases is not None and offsets is not None:
+            number, offset = (
+                each.at(tensor, batch, head, query, key).to(score.dtype)
+                for each, tensor in zip((biases, offsets), tensors[-2:], strict=True)
+            )
+            score = (score + number) - offset
         return torch.where(rows.at(tensors[0], batch, head, query, key), 0.0, score) if is_mean else score
 
     of_mask: tuple[Tensor, ...] = ()
@@ -99,8 +106,8 @@ def masked_attention(
         of_mask, of_score = (elements.tensor, rows.tensor), (rows.tensor,)
     else:
         of_mask = (elements.tensor,)
-    if biases is not None:
-        of_score = (*of_score, biases.tensor)
+    if biases is not None and offsets is not None:
+        of_score = (*of_score, biases.tensor, offsets.tensor)
     score = changed if of_score or softcap is not None else None
     dtype = query.dtype if query.is_cuda else torch.promote_types(query.dtype, torch.float32)
     with torch.autocast(query.device.type, enabled=False):
@@ -113,7 +120,8 @@ def masked_attention(
                 q, k, v, tuple(blocks), BLOCK, is_seen, of_mask, scale, score, of_score
             )
         if sinks is not None:
-            logsumexp = logsumexp + lists[-1].to(logsumexp.dtype) if kind == "added" else logsumexp
+            has_offset = kind == "added" or biases is not None
+            logsumexp = logsumexp + lists[9].to(logsumexp.dtype) if has_offset else logsumexp
             of_queries = sinks[:, None] if sinks.dim() == 1 else sinks[..., 0]
             out = out * torch.sigmoid(logsumexp - of_queries).to(out.dtype)[..., None]
         if empty_rows == "nan":

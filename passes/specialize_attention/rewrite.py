@@ -170,6 +170,7 @@ class _Writer:
         others: dict[str, Any] = {} if site.sinks is None else {"sinks": self.results.get(site.sinks, site.sinks)}
         if bias is not None:
             others["bias"] = bias
+            lists = [*lists, self._row_offsets(site, mask)]
         graph = site.scope.module.graph
         return self.make.call(graph, _glue.masked_attention.default, *operands, node, lists, *settings, **others)
 
@@ -194,6 +195,23 @@ class _Writer:
             read = self.make.method(graph, "detach", node) if requires_grad(value_of(node)) else node
             blocks = self.make.call(graph, _glue.mask_blocks.default, read, *sizes, mask.kind, mask.empty_rows)
             return [self.make.call(graph, operator.getitem, blocks, i) for i in range(len(value_of(blocks)))]
+
+    def _row_offsets(self, site: AttentionSite, mask: ListedMask) -> fx.Node:
+        """Of a bias beside a boolean mask, as a node of the site's graph."""
+        assert mask.bias is not None
+        parts = (mask.elements, mask.bias)
+        scope = mask.bias.scope if mask.elements.scope is mask.bias.scope else site.scope
+        shared = (scope, *map(_copy_of, parts), mask.kind)
+        if shared not in self.copies:
+            made = self._made_in_memory if scope is mask.bias.scope is mask.elements.scope else self._in_memory
+            nodes = [made(site, each) for each in parts]
+            graph, before = self._set_before(site, scope)
+            with graph.inserting_before(before):
+                read, bias = (
+                    self.make.method(graph, "detach", node) if requires_grad(value_of(node)) else node for node in nodes
+                )
+                self.copies[shared] = self.make.call(graph, _glue.row_offsets.default, read, bias, mask.kind)
+        return self.make.brought_to(self.copies[shared], scope, site.scope)
 
     def _in_memory(self, site: AttentionSite, elements: Elements) -> fx.Node:
         """What the kernels of backward find in memory too, and nobody writes before; a node of the site's graph."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
-from glue_compiler.ops import mask_blocks
+from glue_compiler.ops import mask_blocks, row_offsets
 from glue_compiler.ops.document_blocks import BLOCK
 from tests.slow import one_in
 
@@ -65,6 +65,8 @@ def assert_equal(got: list[Tensor], wanted: list[Tensor]) -> None:
 def by_lists(mask: Tensor, kind: str, empty_rows: str, **settings):
     def call(q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Tensor:
         lists = mask_blocks(mask.detach(), q.shape[2], k.shape[2], kind, empty_rows)
+        if settings.get("bias") is not None:
+            lists = [*lists, row_offsets(mask, settings["bias"].detach(), kind)]
         operator = torch.ops.glue.masked_attention
         return operator(q, k, v, mask, lists, kind, empty_rows, sinks=sinks[0] if sinks else None, **settings)
 
@@ -186,6 +188,29 @@ def test_a_bias_is_added_beside_a_boolean_mask():
     both = bias.expand(1, 4, 300, 300).masked_fill(~mask, float("-inf"))
     wanted = with_gradients(written_out(both, added=True), inputs)
     assert_equal(with_gradients(by_lists(mask, "shows", "nan", bias=bias), inputs), wanted)
+
+
+@pytest.mark.parametrize("hidden", [-1e9, torch.finfo(torch.float32).min], ids=str)
+def test_a_bias_that_hides_all_keys_that_a_mask_shows_leaves_weights_that_backward_finds_again(hidden):
+    mask, bias = boolean_masks(300, 300)["causal"], torch.zeros(2, 1, 1, 300)
+    bias[0, ..., :40] = hidden
+    inputs = [each.detach().float().requires_grad_() for each in leaves(300, 300)]
+    both = bias.expand(2, 1, 300, 300).masked_fill(~mask, float("-inf"))
+    wanted = with_gradients(written_out(both, added=True), inputs)
+    for got, want in zip(with_gradients(by_lists(mask, "shows", "nan", bias=bias), inputs), wanted, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(4, 1, 300), (2, 1, 70, 300), (1, 1), (70, 1)], ids=str)
+@pytest.mark.parametrize("name", ["causal", "by head", "by row", "nothing", "of queries"])
+@pytest.mark.parametrize("kind", ["shows", "hides"])
+def test_offsets_are_the_largest_numbers_that_are_added_where_a_key_is_seen(shape, name, kind):
+    mask, bias = boolean_masks(70, 300)[name], torch.randn(shape)
+    bias[..., :3] = float("-inf")
+    wanted = bias.expand(2, 4, 70, 300).masked_fill(~mask, float("-inf")).amax(-1)
+    found = row_offsets(mask if kind == "shows" else ~mask, bias, kind)
+    torch.testing.assert_close(found.expand(2, 4, 70), wanted.where(wanted.isfinite(), 0))
+    torch.library.opcheck(row_offsets, (mask, bias, kind))
 
 
 # -- numbers with a gradient

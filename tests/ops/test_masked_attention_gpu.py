@@ -84,6 +84,7 @@ def test_a_bias_beside_a_boolean_mask_gets_its_gradient():
 
     def call(mask: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
         lists = glue.mask_blocks(mask, q.shape[2], k.shape[2], "shows", "mean")
+        lists = [*lists, glue.row_offsets(mask, bias.detach(), "shows")]
         return glue.masked_attention(q, k, v, mask, lists, "shows", "mean", bias=bias)
 
     def dense(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
