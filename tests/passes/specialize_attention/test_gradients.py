@@ -136,7 +136,7 @@ def negated_in_its_region(query, key, value):
             (negated, CAUSAL),
             (part_written, CAUSAL),
             (written_unnoticed, CAUSAL),
-            (written_in_secret, CAUSAL),
+            (written_in_secret, WRITTEN),
             (other_written_in_secret, CAUSAL),
             (sum_negated, CAUSAL),
             (negated_in_the_middle, CAUSAL),

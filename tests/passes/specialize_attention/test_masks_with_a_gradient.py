@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 from glue_compiler.testing import compile_and_keep
 from tests.captured import count
 from tests.passes.specialize_attention.attention import LENGTH, assert_as_eager, counts, inputs, run_as, specialized
-from tests.passes.specialize_attention.test_listed_masks import LISTED, biases, causal, random_mask, sdpa, tokens
+from tests.passes.specialize_attention.test_listed_masks import LISTED, biases, random_mask, sdpa, tokens
 
 T = LENGTH
 mask_blocks = torch.ops.glue.mask_blocks.default
@@ -135,14 +135,6 @@ def test_a_mask_with_a_gradient_of_sizes_that_vary():
             torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
     assert counts(run) == LISTED
     assert len(run.graphs) == 1
-
-
-def test_a_mask_that_is_proved_and_has_a_gradient_keeps_it():
-    def fn(query, key, value, bias):
-        mask = torch.where(causal(), bias * 0, float("-inf"))
-        return sdpa(query, key, value, mask)
-
-    assert_as_eager(fn, LISTED, tensors=[*inputs(), learned(T, T)])
 
 
 def test_a_mask_with_a_gradient_stays_under_deterministic_algorithms():
