@@ -6,7 +6,7 @@ Heads 16/8 of size 128, one row, bf16; milliseconds, forward / forward and backw
 Inductor and replayed as CUDA graphs. ``lists`` is what their making takes, once a batch for all layers; ``pays from``
 is the number of layers of a training step from which on lists are faster than the mask.
 
-The kinds "learned" and "learned, causal" are numbers for each head, query and key that get a gradient, as T5's bias of
+The kinds "learned" and "learned causal" are numbers for each head, query and key that get a gradient, as T5's bias of
 relative positions: the second number is with it, and a third variant is softmax written out between two products.
 """
 
@@ -53,7 +53,7 @@ def masks(tokens: int) -> dict[str, Tensor]:
         "random": past & (torch.rand(tokens, tokens, device="cuda", generator=generator) < 0.5),
         "alibi": distance.masked_fill(~past, -1e9).to(torch.bfloat16),
         "learned": learned.to(torch.bfloat16).requires_grad_(),
-        "learned, causal": learned.masked_fill(~past, -1e9).to(torch.bfloat16).requires_grad_(),
+        "learned causal": learned.masked_fill(~past, -1e9).to(torch.bfloat16).requires_grad_(),
     }
 
 
