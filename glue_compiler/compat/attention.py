@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -20,6 +20,15 @@ from glue_compiler.compat.known_problems import torch_version
 def has_sdpa_backward(result: Tensor) -> bool:
     """Does Inductor compile the backward of an sdpa with this result? Not in fp64 on a CPU in 2.11."""
     return torch_version() > (2, 11) or result.dtype != torch.float64 or result.device.type != "cpu"
+
+
+def has_flex_gradient(device: torch.device, sizes: Iterable[int | torch.SymInt]) -> bool:
+    """Does Inductor compile flex_attention with gradients of a tensor of ``sizes`` that its scores read?
+
+    Not for symbols in 2.11 and 2.13: it lowers the gradient's graph as a part of the whole, and takes what is on record
+    of the whole for a size. Elsewhere than on a GPU it does not come to that.
+    """
+    return device.type != "cuda" or all(isinstance(size, int) for size in sizes)
 
 
 def flash_varlen_forward(

@@ -11,7 +11,7 @@ from glue_compiler.ops.grouped_rows import grouped_repeat, grouped_sum
 from glue_compiler.ops.interleaved import deinterleave
 from glue_compiler.ops.linear_cross_entropy import linear_cross_entropy
 from glue_compiler.ops.linear_row_statistics import linear_row_statistics
-from glue_compiler.ops.mask_blocks import mask_blocks
+from glue_compiler.ops.mask_blocks import mask_blocks, row_offsets
 from glue_compiler.ops.masked_attention import masked_attention
 from glue_compiler.ops.packed_attention import (
     causal_attention,
@@ -44,5 +44,6 @@ __all__ = [
     "masked_attention",
     "packed_attention",
     "private_copy",
+    "row_offsets",
     "varlen_attention",
 ]

@@ -110,6 +110,35 @@ def _read(mask: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor]:
     return blocks.any(-1).any(3), blocks.all(-1).all(3), rows
 
 
+@torch.library.custom_op("glue::row_offsets", mutates_args=())
+def row_offsets(mask: Tensor, bias: Tensor, kind: str) -> Tensor:
+    """The largest number that ``bias`` adds to a score that a boolean mask leaves, for each query.
+
+    Args:
+        mask: bool, as of ``mask_blocks``, of ``kind`` ``shows`` or ``hides``.
+        bias: floating; both are broadcast to the same ``[b, h, Q, K]``.
+
+    Returns:
+        ``[b, h, Q]`` in the bias's dtype, 0 where it is infinite or there is none; sizes of 1 are kept.
+
+    Raises:
+        ValueError: a kind, rank or dtype that is none of those.
+    """
+    _check(mask, kind, "zeros")
+    mask, bias = as_four(mask), as_four(bias)
+    found = bias.new_empty(torch.broadcast_shapes(mask.shape, bias.shape)[:3])
+    for head in range(found.shape[1]):  # one by one, so that scores of all heads are never in memory
+        shown, added = (each[:, head if each.shape[1] > 1 else 0] for each in (mask, bias))
+        shown = shown if kind == "shows" else ~shown
+        found[:, head] = torch.where(shown, added, float("-inf")).amax(-1)
+    return found.where(found.isfinite(), 0)
+
+
+@row_offsets.register_fake
+def _(mask: Tensor, bias: Tensor, kind: str) -> Tensor:
+    return bias.new_empty(torch.broadcast_shapes(as_four(mask).shape, as_four(bias).shape)[:3])
+
+
 def as_four(mask: Tensor) -> Tensor:
     """With four dimensions, and size 1 where all elements of a dimension are one in memory."""
     mask = mask[(None,) * (4 - mask.dim())]

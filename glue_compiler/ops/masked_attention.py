@@ -10,6 +10,7 @@ from torch import Tensor
 from glue_compiler.compat import attention
 from glue_compiler.ops.autocast import in_autocast_dtype
 from glue_compiler.ops.composite import composite
+from glue_compiler.ops.dense_attention import dense_attention
 from glue_compiler.ops.document_blocks import BLOCK
 from glue_compiler.ops.mask_blocks import as_four
 
@@ -35,33 +36,40 @@ def masked_attention(
 
     Args:
         query: floating ``[B, Hq, Q, D]``. key, value: ``[B, Hkv, K, D]``, ``Hq % Hkv == 0``.
-        mask: as for ``mask_blocks``. It has no gradient. Kernels read it from memory, in backward too: what is no input
-            of a graph goes through ``glue::materialized`` first, or Inductor may compute it again in backward, where
-            flex_attention fails on values that are not in memory.
-        lists: of ``mask_blocks`` for the same mask, kind and empty rows.
+        mask: as for ``mask_blocks``. Kernels read it from memory, in backward too: what is no input of a graph goes
+            through ``glue::materialized`` first, or Inductor may compute it again in backward, where flex_attention
+            fails on values that are not in memory.
+        lists: of ``mask_blocks`` for the same mask (without its gradient), kind and empty rows; beside a bias
+            followed by ``row_offsets`` of the mask and it.
         kind: what an element of the mask says, of ``mask_blocks.Kind``.
         empty_rows: what a query gets that sees no key, of ``mask_blocks.EmptyRows``. Of numbers that are added only
             minus infinities make an empty row, and a mean of such a row is not defined.
         scale: multiplies the scores; None: ``1 / sqrt(D)``.
         softcap: scores become ``softcap * tanh(score / softcap)`` before the mask.
-        sinks: floating ``[Hq]``: a score of one more key for each query, whose value is zero.
-        bias: floating, broadcastable to ``[B, Hq, Q, K]``, without a gradient: is added to the scores beside a boolean
-            mask, in memory as that is.
+        sinks: floating ``[Hq]`` or ``[B, Hq, Q, 1]``: a score of one more key for each query, whose value is zero.
+        bias: floating, broadcastable to ``[B, Hq, Q, K]``: is added to the scores beside a boolean mask, in memory as
+            that is.
 
     Returns:
         ``[B, Hq, Q, D]``.
 
-    Gradients of query, key, value and sinks. Query and key get none from empty rows.
+    Gradients of query, key, value and sinks, and of numbers that are added, of the mask or the bias: kernels sum those
+    over what is broadcast by atomic additions in fp32, in no fixed order. Empty rows give none to query, key and
+    numbers that are added.
 
     Source: flex_attention (Dong et al., 2024), with block lists that are read from the mask's elements.
     """
     query, key, value = in_autocast_dtype(query, key, value)
     scale = 1 / math.sqrt(query.shape[3]) if scale is None else scale
-    elements = _Elements(as_four(mask))
+    elements = _Elements(_of_all_places(as_four(mask), query, key))
     *blocks, empty = lists[:9]
     # Of numbers that are added rows have an offset in place of that they are empty.
-    rows = _Elements(as_four(lists[-1][..., None]))
-    biases = _Elements(as_four(bias)) if bias is not None else None
+    rows = _Elements(as_four(lists[9 if kind == "added" else 8][..., None]))
+    offsets = None
+    biases = None
+    if bias is not None:
+        biases = _Elements(_of_all_places(as_four(bias), query, key))
+        offsets = _Elements(as_four(lists[9][..., None]))
     is_mean = empty_rows == "mean" and kind != "added"
 
     def is_seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor, *tensors: Tensor) -> Tensor:
@@ -82,8 +90,12 @@ def masked_attention(
             # In this order, so that a number that swallows the score does so here too. Without the offset backward
             # would take a difference of two such numbers for the logarithm of a weight.
             return (score + number) - offset
-        if biases is not None:
-            score = score + biases.at(tensors[-1], batch, head, query, key).to(score.dtype)
+        if biases is not None and offsets is not None:
+            number, offset = (
+                each.at(tensor, batch, head, query, key).to(score.dtype)
+                for each, tensor in zip((biases, offsets), tensors[-2:], strict=True)
+            )
+            score = (score + number) - offset
         return torch.where(rows.at(tensors[0], batch, head, query, key), 0.0, score) if is_mean else score
 
     of_mask: tuple[Tensor, ...] = ()
@@ -94,22 +106,45 @@ def masked_attention(
         of_mask, of_score = (elements.tensor, rows.tensor), (rows.tensor,)
     else:
         of_mask = (elements.tensor,)
-    if biases is not None:
-        of_score = (*of_score, biases.tensor)
+    if biases is not None and offsets is not None:
+        of_score = (*of_score, biases.tensor, offsets.tensor)
     score = changed if of_score or softcap is not None else None
     dtype = query.dtype if query.is_cuda else torch.promote_types(query.dtype, torch.float32)
     with torch.autocast(query.device.type, enabled=False):
         # Off a GPU torch rounds the scores to the operands' dtype, which its kernel on one does not.
         q, k, v = query.to(dtype), key.to(dtype), value.to(dtype)
-        out, logsumexp = attention.flex_attention(
-            q, k, v, tuple(blocks), BLOCK, is_seen, of_mask, scale, score, of_score
-        )
+        if score is not None and _is_dense(query, of_score):
+            out, logsumexp = dense_attention(q, k, v, is_seen, of_mask, scale, score, of_score)
+        else:
+            out, logsumexp = attention.flex_attention(
+                q, k, v, tuple(blocks), BLOCK, is_seen, of_mask, scale, score, of_score
+            )
         if sinks is not None:
-            logsumexp = logsumexp + lists[-1].to(logsumexp.dtype) if kind == "added" else logsumexp
-            out = out * torch.sigmoid(logsumexp - sinks[:, None]).to(out.dtype)[..., None]
+            has_offset = kind == "added" or biases is not None
+            logsumexp = logsumexp + lists[9].to(logsumexp.dtype) if has_offset else logsumexp
+            of_queries = sinks[:, None] if sinks.dim() == 1 else sinks[..., 0]
+            out = out * torch.sigmoid(logsumexp - of_queries).to(out.dtype)[..., None]
         if empty_rows == "nan":
             out = out.masked_fill(empty[..., None], float("nan"))
         return out.to(query.dtype)
+
+
+def _is_dense(query: Tensor, of_score: tuple[Tensor, ...]) -> bool:
+    return not query.is_cuda and _has_gradient(*of_score)
+
+
+def _has_gradient(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def _of_all_places(four: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """What has a gradient, as a number for each query and key: all that add to one number's at once wait in turn.
+
+    No memory is taken for them but that of the gradient, which eager makes too.
+    """
+    if not _has_gradient(four):
+        return four
+    return four.expand(*four.shape[:2], query.shape[2], key.shape[2])
 
 
 class _Elements:
@@ -122,7 +157,7 @@ class _Elements:
         self.is_read = [not (isinstance(size, int) and size == 1) for size in four.shape]
         self.is_single = not any(self.is_read)
         self.is_read[-1] |= self.is_single
-        self.tensor = four[tuple(slice(None) if is_read else 0 for is_read in self.is_read)]
+        self.tensor = four.squeeze([dim for dim, is_read in enumerate(self.is_read) if not is_read])
 
     def at(self, tensor: Tensor, *places: Tensor) -> Tensor:
         index = [place for place, is_read in zip(places, self.is_read, strict=True) if is_read]

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -130,6 +131,8 @@ def materialized(tensors: list[Tensor]) -> list[Tensor]:
     Inductor's flex_attention reads what a mask captures from memory, and fails on values that are not there yet. Lists
     of blocks it finds by the stride of their heads, even of a single one; where Inductor computes them itself that
     stride becomes 0, and every row of the batch reads the lists of the first.
+
+    Gradients pass through as they are.
     """
     return [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
 
@@ -137,6 +140,13 @@ def materialized(tensors: list[Tensor]) -> list[Tensor]:
 @materialized.register_fake
 def _(tensors: list[Tensor]) -> list[Tensor]:
     return [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors]
+
+
+def _as_they_are(context: Any, gradients: list[Tensor | None]) -> list[Tensor | None]:
+    return gradients
+
+
+materialized.register_autograd(_as_they_are)
 
 
 @composite(

@@ -20,6 +20,7 @@ from glue_compiler.ops.attention_costs import lists_pay, pays
 from glue_compiler.options import Compiler, Kernels
 from glue_compiler.passes.specialize_attention.attention_calls import attention_sites
 from glue_compiler.passes.specialize_attention.attention_parts import AttentionSite
+from glue_compiler.passes.specialize_attention.gradients import Gradients
 from glue_compiler.passes.specialize_attention.listed_masks import ListedMask, listed_mask
 from glue_compiler.passes.specialize_attention.masks import UnknownMask, Visibility, classify_mask
 from glue_compiler.passes.specialize_attention.memory_layouts import layout_of
@@ -115,10 +116,13 @@ def _visibility(
     site: AttentionSite, reader: IndexReader, assume_sorted: bool, seen: dict[Any, Visibility | UnknownMask]
 ) -> Visibility:
     """The mask's meaning; layers share masks, so each is read once."""
-    if not site.is_square:
-        raise UnknownMask("there are not provably as many keys as queries (a cache of earlier keys?)")
     if site.mask is None:
         return Visibility()
+    if not site.is_square:
+        raise UnknownMask("there are not provably as many keys as queries (a cache of earlier keys?)")
+    gradients = Gradients(site.output, reader.operators)
+    if any(gradients.reach(each.value) for each in site.mask.parts):
+        raise UnknownMask("the mask has a gradient")
     batch, _, length, _ = map(expression, value_of(site.query).shape)
     masks = tuple((reader.operators.number(each.value), each.role, each.factor) for each in site.mask.parts)
     key = (masks, batch, length)

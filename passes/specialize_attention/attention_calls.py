@@ -13,9 +13,9 @@ from torch import fx
 from glue_compiler.fx.gradient_strides import strides_are_seen
 from glue_compiler.fx.index_expressions import IndexReader
 from glue_compiler.fx.index_views import Element, NotAView, broadcast_index, source_of
-from glue_compiler.fx.operators import FOUND, Call, Operators, Value
+from glue_compiler.fx.operators import Call, Operators, Value
 from glue_compiler.fx.value_numbering import Scope
-from glue_compiler.fx.values import requires_grad, value_of
+from glue_compiler.fx.values import value_of
 from glue_compiler.passes.specialize_attention.attention_parts import AttentionSite, Mask, NotAttention
 from glue_compiler.passes.specialize_attention.gradients import Gradients
 from glue_compiler.passes.specialize_attention.written_out import Chain, has_softmax, read_written_out
@@ -73,7 +73,8 @@ def _written_out_site(value: Value, call: Call, scope: Scope, reader: IndexReade
     found = read_written_out(value, call, reader)
     if found is None:
         return None
-    return _site(scope, reader, value.node, (found.query, found.key, found.value), found.chain, False, found.inside)
+    operands = (found.query, found.key, found.value)
+    return _site(scope, reader, value.node, operands, found.chain, False, found.inside, found.is_key_transposed)
 
 
 def _site(
@@ -84,6 +85,7 @@ def _site(
     chain: Chain,
     is_grouped: bool,
     inside: tuple[fx.Node, ...] = (),
+    is_key_transposed: bool = False,
 ) -> AttentionSite:
     operators = reader.operators
     query, key, value = (_node_at(each, output, operators) for each in operands)
@@ -91,6 +93,8 @@ def _site(
     _require_supported_numbers(dropout, scale)
     shapes = [reader.shape(operators.value(node)) for node in (query, key, value, output)]
     (batch, heads, length, size), of_key, of_value, of_output = shapes
+    if is_key_transposed:
+        of_key = (*of_key[:2], of_key[3], of_key[2])
     if len(of_output) == 3:
         of_output = (batch, heads, *of_output[1:])  # products of the operands, with rows and heads as one dimension
     if not value_of(query).is_floating_point():
@@ -114,18 +118,15 @@ def _site(
         raise NotAttention("gradients are switched off for a part of it")
     if inside and not gradients.are_cut_off and strides_are_seen([query, key, value], operators):
         raise NotAttention("a hook or a backward of your own gets its gradients, and may depend on their strides")
-    added = [each.value for each in mask.parts] if mask is not None else []
-    added += [chain.bias] if chain.bias is not None else []
-    if any(each.step != FOUND and requires_grad(value_of(each.node)) for each in added):
-        raise NotAttention("the mask has a gradient")
     grouped_key, grouped_value = (
         _before_repeat(node, each, heads, gradients, reader)
         for node, each in zip((key, value), operands[1:], strict=True)
     )
-    if len({reader.shape(operators.value(node))[1] for node in (grouped_key, grouped_value)}) > 1:
+    if is_key_transposed or len({reader.shape(operators.value(node))[1] for node in (grouped_key, grouped_value)}) > 1:
         grouped_key, grouped_value = key, value
     sinks = _sinks(chain.sinks, heads, gradients, reader) if chain.sinks is not None else None
-    saved = (query, grouped_key, grouped_value, output)
+    # What autograd does not save in eager may be written later; of the result backward gets a copy of its own then.
+    saved = (query, grouped_key, grouped_value, *(() if inside else (output,)))
     if not gradients.may_save(*saved, *([sinks] if sinks is not None else [])):
         raise NotAttention("its operands or its result are written in place later, and backward would read them")
     return AttentionSite(
@@ -145,6 +146,7 @@ def _site(
         sinks,
         chain.bias,
         inside,
+        is_key_transposed,
     )
 
 
@@ -195,8 +197,8 @@ def _before_repeat(node: fx.Node, value: Value, heads: Any, gradients: Gradients
 
 
 def _sinks(column: Value, heads: Any, gradients: Gradients, reader: IndexReader) -> fx.Node | None:
-    """The scores ``[Hq]`` of which ``column``, ``[B, Hq, Q, 1]``, holds one for each query."""
-    operators = reader.operators
+    """The scores ``[Hq]`` of which ``column``, ``[B, Hq, Q, 1]``, holds one for each query; or the column itself."""
+    operators, whole = reader.operators, column
     wanted = tuple(sympy.Symbol(name, integer=True, nonnegative=True) for name in "bhq")
     element = Element(column, broadcast_index((*wanted, sympy.Integer(0)), reader.shape(column)))
     while gradients.pass_through(element.value.node):
@@ -209,4 +211,7 @@ def _sinks(column: Value, heads: Any, gradients: Gradients, reader: IndexReader)
             is_here = found is not None and found.graph is gradients.output.graph
             if is_here and operators.is_kept(element.value, gradients.output):
                 return found
-    raise NotAttention("attention sinks that are not one number for each head")
+    found = operators.operand(whole, gradients.output)
+    if found is None or found.graph is not gradients.output.graph:
+        raise NotAttention("attention sinks that are not in memory where the attention is")
+    return found

@@ -45,13 +45,15 @@ class AttentionSite:
     Attributes:
         output: the node with the result ``[B, Hq, Q, D]`` or ``[B * Hq, Q, D]``. It finds in the memory of query, key
             and value what the attention reads, whatever was written there before.
+        is_key_transposed: ``key`` and ``grouped_key`` are ``[B, Hkv, D, K]``.
         grouped_key, grouped_value: key and value before their heads were repeated for the query's; the same where they
             were not.
         is_grouped: the query has more heads than ``grouped_key``, or may have.
         is_square: there are provably as many keys as queries.
         scale: None is ``1 / sqrt(D)``.
         softcap: scores are ``tanh(scores / softcap) * softcap`` before the mask; None: as they are.
-        sinks: ``[Hq]``, a score of each head for a key without a value, which no mask hides; None: there is none.
+        sinks: ``[Hq]`` or ``[B, Hq, Q, 1]``, a score of each head or query for a key without a value, which no mask
+            hides; None: there is none.
         bias: numbers that are added to the scores before the mask is filled in; None: there are none.
         inside: the nodes between query, key, value and output of softmax written out between two products. Nothing
             else uses them. Empty for ``scaled_dot_product_attention``.
@@ -73,3 +75,4 @@ class AttentionSite:
     sinks: fx.Node | None = None
     bias: Value | None = None
     inside: tuple[fx.Node, ...] = ()
+    is_key_transposed: bool = False

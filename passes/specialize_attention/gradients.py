@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from glue_compiler.fx.operators import Operators
+from glue_compiler.fx.operators import FOUND, Operators, Value
 from glue_compiler.fx.values import requires_grad, storages_of, value_of
 
 
@@ -21,7 +21,7 @@ class Gradients:
     @property
     def are_cut_off(self) -> bool:
         """Is the output made without gradients, whether or not its operands need some?"""
-        return not self._is_on(self.output) and not requires_grad(value_of(self.output))
+        return not self.are_on(self.output) and not requires_grad(value_of(self.output))
 
     def pass_through(self, node: fx.Node) -> bool:
         """Does ``node`` pass gradients of the output on to its operands, as an operator in the output's place would?
@@ -31,14 +31,19 @@ class Gradients:
         """
         if self.are_cut_off or not any(requires_grad(value_of(arg)) for arg in node.all_input_nodes):
             return True
-        return requires_grad(value_of(node)) and self._is_on(node)
+        return requires_grad(value_of(node)) and self.are_on(node)
+
+    def reach(self, value: Value) -> bool:
+        """Does ``value`` get a gradient, if it is an operand of an operator in the output's place?"""
+        return not self.are_cut_off and value.step != FOUND and requires_grad(value_of(value.node))
+
+    def are_on(self, node: fx.Node) -> bool:
+        """Does what is computed in the place of ``node`` pass gradients on?"""
+        grad = self.operators.mode(node).grad
+        return torch.is_grad_enabled() if grad is None else grad  # passes run in the mode around the graph
 
     def may_save(self, *nodes: fx.Node) -> bool:
         """Will backward find in the memory of all ``nodes`` what the output finds there, or leaves there?"""
         saved = storages_of([value_of(node) for node in nodes])
         is_final = self.operators.numbering.is_unwritten_after(saved, self.output)
         return is_final or not requires_grad(value_of(self.output))
-
-    def _is_on(self, node: fx.Node) -> bool:
-        grad = self.operators.mode(node).grad
-        return torch.is_grad_enabled() if grad is None else grad  # passes run in the mode around the graph

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ import sympy
 import torch
 from torch import fx
 
+from glue_compiler.compat.attention import has_flex_gradient
 from glue_compiler.fx.index_expressions import IndexReader
 from glue_compiler.fx.index_views import Element, NotAView, broadcast_index, source_of
 from glue_compiler.fx.operators import FOUND, Operators, Value
@@ -17,8 +19,10 @@ from glue_compiler.fx.value_numbering import Scope
 from glue_compiler.fx.values import expression, requires_grad, storages_of, value_of
 from glue_compiler.ops.mask_blocks import EmptyRows, Kind
 from glue_compiler.passes.specialize_attention.attention_parts import AttentionSite
+from glue_compiler.passes.specialize_attention.gradients import Gradients
 from glue_compiler.passes.specialize_attention.masks import UnknownMask
 
+aten = torch.ops.aten
 _GIVEN = ("placeholder", "get_attr")
 
 
@@ -33,6 +37,8 @@ class Elements:
         number: equal for tensors that are equal when they are made.
         dtype: that autocast casts it to; None: it stays as it is.
         is_given: it lies in memory that the graph is given, and that is not written before backward.
+        has_gradient: the attention gives it one.
+        factor: that it is multiplied by, with the scores.
     """
 
     node: fx.Node
@@ -41,6 +47,8 @@ class Elements:
     number: Any
     dtype: torch.dtype | None
     is_given: bool
+    has_gradient: bool = False
+    factor: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -49,7 +57,8 @@ class ListedMask:
 
     Attributes:
         kind: as :attr:`Mask.role`.
-        bias: numbers that are added to the scores beside a boolean mask; None: there are none.
+        bias: numbers that are added to the scores before the mask; None: there are none. With a mask that is added
+            too, attention reads the sum of both.
     """
 
     elements: Elements
@@ -69,11 +78,11 @@ def listed_mask(site: AttentionSite, reader: IndexReader) -> ListedMask:
         raise UnknownMask("there is no mask to read")
     if mask.also is not None:
         raise UnknownMask("there are two masks")
-    if mask.factor != 1:
-        raise UnknownMask("it is multiplied with the scores")
     if mask.empty_rows is None:
         raise UnknownMask("the masked scores are rounded or bounded, and what hides a key then is not known")
     elements = _elements(mask.value, mask.role == "added", site, reader)
+    if mask.role == "added":  # what hides keys was taken for what it is after the factor
+        elements = dataclasses.replace(elements, factor=mask.factor)
     bias = _elements(site.bias, True, site, reader) if site.bias is not None else None
     return ListedMask(elements, mask.role, mask.empty_rows, bias)
 
@@ -84,27 +93,40 @@ def _elements(tensor: Value, is_added: bool, site: AttentionSite, reader: IndexR
         raise UnknownMask("the mask is not a plain tensor")
     if is_added:
         _require_numbers(tensor, site, reader)
-    value, node = _smallest(tensor, site, reader)
-    scope, source = _outermost(value, node, site, operators)
+    gradients = Gradients(site.output, operators)
+    has_gradient = gradients.reach(tensor)
+    value, node = _smallest(tensor, site, reader, gradients)
+    if has_gradient:
+        _require_gradient(node, site)
+    scope, source = _outermost(value, node, site, gradients if has_gradient else None, operators)
     dtype = _cast_to(tensor, site, operators) if is_added else None
     # Backward of a sum needs none of its terms, and sdpa makes numbers of a boolean mask: others may write them before
     # backward, where a kernel reads them. What masked_fill, where and sdpa keep themselves is safe as in eager.
     may_be_written = is_added == bool(site.inside) and requires_grad(value_of(site.output))
     is_given = _is_given(value, operators) and not may_be_written
-    return Elements(node, scope, source, operators.number(value), dtype, is_given)
+    # Equal tensors may have gradients of their own.
+    number = source if has_gradient else operators.number(value)
+    return Elements(node, scope, source, number, dtype, is_given, has_gradient)
 
 
-def _outermost(value: Value, node: fx.Node, site: AttentionSite, operators: Operators) -> tuple[Scope, fx.Node]:
-    """Where bodies around the site are passed the mask, if its sizes say for how many queries and keys it is."""
+def _outermost(
+    value: Value, node: fx.Node, site: AttentionSite, gradients: Gradients | None, operators: Operators
+) -> tuple[Scope, fx.Node]:
+    """Where bodies around the site are passed the mask, if its sizes say for how many queries and keys it is.
+
+    ``gradients``: that have to pass through what is made of it there; None: there are none.
+    """
     scope = site.scope
     known = (1, 1, *map(expression, value_of(node).shape))[-2:]
-    wanted = (expression(value_of(each).shape[2]) for each in (site.query, site.key))
+    wanted = (expression(value_of(each).shape[2]) for each in (site.query, site.value))
     if any(size != one and not isinstance(size, int) for size, one in zip(wanted, known, strict=True)):
         return scope, node
     passed = operators.passed(value)
     while passed is not None and scope.call is not None and scope.parent is not None:
         outer = operators.operand(passed, scope.call.node)
         if outer is None or outer.graph is not scope.parent.module.graph:
+            break
+        if gradients is not None and not gradients.are_on(scope.call.node):
             break
         scope, node, passed = scope.parent, outer, operators.passed(passed)
     return scope, node
@@ -131,6 +153,19 @@ def _require_numbers(added: Value, site: AttentionSite, reader: IndexReader) -> 
         raise UnknownMask(f"{dtype} is added to the scores, and kernels compute in {computed_in}")
 
 
+def _require_gradient(node: fx.Node, site: AttentionSite) -> None:
+    if torch.are_deterministic_algorithms_enabled():
+        raise UnknownMask(
+            "it has a gradient, which kernels sum in no fixed order, and torch.use_deterministic_algorithms is on"
+        )
+    tensor, query, value = (value_of(each) for each in (node, site.query, site.value))
+    if not has_flex_gradient(query.device, (*tensor.shape, query.shape[2], value.shape[2])):
+        raise UnknownMask(
+            "it has a gradient, whose sizes are not known when the graph is compiled, and Inductor fails on that; "
+            "dynamic=False gives each size its own graph"
+        )
+
+
 def _cast_to(added: Value, site: AttentionSite, operators: Operators) -> torch.dtype | None:
     """Autocast casts what ``scaled_dot_product_attention`` adds, as it casts query, key and value."""
     output: torch.Tensor = value_of(site.output)
@@ -140,21 +175,21 @@ def _cast_to(added: Value, site: AttentionSite, operators: Operators) -> torch.d
         return output.dtype if torch.is_autocast_enabled(output.device.type) else None
 
 
-def _smallest(mask: Value, site: AttentionSite, reader: IndexReader) -> tuple[Value, fx.Node]:
-    """The mask, or what it is expanded from, where the attention finds it."""
+def _smallest(mask: Value, site: AttentionSite, reader: IndexReader, gradients: Gradients) -> tuple[Value, fx.Node]:
+    """The mask, or what it is expanded from, where the attention finds it; gradients of one are those of the other."""
     found = None
-    for value in _same_elements(mask, site, reader):
+    for value in _same_elements(mask, site, reader, gradients):
         node = reader.operators.operand(value, site.output)
-        if node is not None and node.graph is site.output.graph and not requires_grad(value_of(node)):
+        if node is not None and node.graph is site.output.graph:
             found = value, node
     if found is None:
         raise UnknownMask("the mask is no longer in memory, or not in that of a tensor by itself, where it is needed")
     return found
 
 
-def _same_elements(mask: Value, site: AttentionSite, reader: IndexReader) -> Iterator[Value]:
+def _same_elements(mask: Value, site: AttentionSite, reader: IndexReader, gradients: Gradients) -> Iterator[Value]:
     """The mask, and those that it is a view or a copy of and that are broadcast to the scores as it is."""
-    sizes = (*map(expression, value_of(site.query).shape[:3]), expression(value_of(site.key).shape[2]))
+    sizes = (*map(expression, value_of(site.query).shape[:3]), expression(value_of(site.value).shape[2]))
     places = tuple(sympy.Symbol(name, integer=True, nonnegative=True) for name in "bhqk")
     if not _fits(reader.shape(mask), sizes):
         raise UnknownMask("the sizes of the mask are not proved to be those of the scores")
@@ -163,10 +198,19 @@ def _same_elements(mask: Value, site: AttentionSite, reader: IndexReader) -> Ite
         shape = reader.shape(element.value)
         if _fits(shape, sizes) and element.index == _broadcast(places, shape):
             yield element.value
+        if not gradients.pass_through(element.value.node) or _is_detached(element.value, reader.operators):
+            return
         try:
             element = source_of(reader.operators, element.value, element.index)
         except NotAView:
             return
+
+
+def _is_detached(value: Value, operators: Operators) -> bool:
+    """Does its node say nothing of its gradients, of which it cuts off some inside?"""
+    call = operators.does(value)
+    is_cut = call is not None and call.operator in (aten.detach, aten.detach_)
+    return is_cut and any(requires_grad(value_of(arg)) for arg in value.node.all_input_nodes)
 
 
 def _fits(shape: tuple[Any, ...], sizes: tuple[Any, ...]) -> bool:

@@ -56,7 +56,8 @@ class _Writer:
         site = replacement.site
         packed = self._packed_metadata(replacement) if replacement.metadata is not None else None
         listed = self._lists(site, replacement.mask) if replacement.mask is not None else None
-        biased = replacement.mask.bias if replacement.mask is not None else None
+        is_biased = replacement.mask is not None and replacement.mask.kind != "added"
+        biased = replacement.mask.bias if replacement.mask is not None and is_biased else None
         bias = self._in_memory(site, biased) if biased is not None else None
         visibility = replacement.visibility
         self.make.meta = {
@@ -128,6 +129,8 @@ class _Writer:
             elif is_saved and storages.isdisjoint(read) and not numbering.is_private_after(storages, site.output):
                 node = self.make.call(node.graph, _glue.private_copy.default, node)
             found.append(node)
+        if site.is_key_transposed:
+            found[1] = self.make.method(found[1].graph, "transpose", found[1], -1, -2)
         return found
 
     def _widened(self, node: fx.Node, size: int | torch.SymInt) -> fx.Node:
@@ -142,8 +145,11 @@ class _Writer:
         """
         site = replacement.site
         expected = value_of(site.output)
-        is_returned = storages_of(expected) & self.reader.operators.numbering.returned
-        if (site.inside or replacement.call is not None) and is_returned and requires_grad(expected):
+        numbering = self.reader.operators.numbering
+        is_returned = storages_of(expected) & numbering.returned
+        is_written = site.inside and not numbering.is_unwritten_after(storages_of(expected), site.output)
+        may_be_written = is_written or (is_returned and (site.inside or replacement.call is not None))
+        if may_be_written and requires_grad(expected):
             return self.make.call(result.graph, _glue.private_copy.default, result)
         return result
 
@@ -164,43 +170,91 @@ class _Writer:
         others: dict[str, Any] = {} if site.sinks is None else {"sinks": self.results.get(site.sinks, site.sinks)}
         if bias is not None:
             others["bias"] = bias
+            lists = [*lists, self._row_offsets(site, mask)]
         graph = site.scope.module.graph
         return self.make.call(graph, _glue.masked_attention.default, *operands, node, lists, *settings, **others)
 
     def _lists(self, site: AttentionSite, mask: ListedMask) -> tuple[fx.Node, list[fx.Node]]:
         """The mask and its block lists, as nodes of the site's graph."""
-        elements = mask.elements
-        node = self._in_memory(site, elements)
-        sizes = tuple(str(expression(value_of(node).shape[2])) for node in (site.query, site.key))
-        shared = (elements.scope, elements.number, elements.dtype, mask.kind, mask.empty_rows, sizes)
+        parts = [mask.elements] if mask.kind != "added" or mask.bias is None else [mask.bias, mask.elements]
+        scopes = {elements.scope for elements in parts}
+        scope = scopes.pop() if len(scopes) == 1 else site.scope
+        is_sum = len(parts) > 1
+        read = self._sum_in_memory(site, scope, parts) if is_sum else self._made_in_memory(site, mask.elements)
+        sizes = tuple(str(expression(value_of(node).shape[2])) for node in (site.query, site.value))
+        shared = (*map(_copy_of, parts), mask.kind, mask.empty_rows, sizes, scope)
         if shared not in self.lists:
-            self.lists[shared] = self._write_lists(site, mask)
-        return node, [self.make.brought_to(each, elements.scope, site.scope) for each in self.lists[shared]]
+            self.lists[shared] = self._write_lists(site, mask, scope, read)
+        node = self.make.brought_to(read, scope, site.scope) if is_sum else self._in_memory(site, mask.elements)
+        return node, [self.make.brought_to(each, scope, site.scope) for each in self.lists[shared]]
 
-    def _write_lists(self, site: AttentionSite, mask: ListedMask) -> list[fx.Node]:
-        elements = mask.elements
-        graph, before = self._set_before(site, elements.scope)
-        given = self.results.get(elements.source, elements.source)
-        node = self.copies.get(_copy_of(elements), given)
+    def _write_lists(self, site: AttentionSite, mask: ListedMask, scope: Scope, node: fx.Node) -> list[fx.Node]:
+        graph, before = self._set_before(site, scope)
         with graph.inserting_before(before):
-            sizes = [self._size_of_scores(dim, site, given) for dim in (-2, -1)]
-            blocks = self.make.call(graph, _glue.mask_blocks.default, node, *sizes, mask.kind, mask.empty_rows)
+            sizes = [self._size_of_scores(dim, site, node) for dim in (-2, -1)]
+            read = self.make.method(graph, "detach", node) if requires_grad(value_of(node)) else node
+            blocks = self.make.call(graph, _glue.mask_blocks.default, read, *sizes, mask.kind, mask.empty_rows)
             return [self.make.call(graph, operator.getitem, blocks, i) for i in range(len(value_of(blocks)))]
+
+    def _row_offsets(self, site: AttentionSite, mask: ListedMask) -> fx.Node:
+        """Of a bias beside a boolean mask, as a node of the site's graph."""
+        assert mask.bias is not None
+        parts = (mask.elements, mask.bias)
+        scope = mask.bias.scope if mask.elements.scope is mask.bias.scope else site.scope
+        shared = (scope, *map(_copy_of, parts), mask.kind)
+        if shared not in self.copies:
+            made = self._made_in_memory if scope is mask.bias.scope is mask.elements.scope else self._in_memory
+            nodes = [made(site, each) for each in parts]
+            graph, before = self._set_before(site, scope)
+            with graph.inserting_before(before):
+                read, bias = (
+                    self.make.method(graph, "detach", node) if requires_grad(value_of(node)) else node for node in nodes
+                )
+                self.copies[shared] = self.make.call(graph, _glue.row_offsets.default, read, bias, mask.kind)
+        return self.make.brought_to(self.copies[shared], scope, site.scope)
 
     def _in_memory(self, site: AttentionSite, elements: Elements) -> fx.Node:
         """What the kernels of backward find in memory too, and nobody writes before; a node of the site's graph."""
-        if elements.is_given and elements.dtype is None:
+        if _is_at_hand(elements):
             return self.results.get(elements.node, elements.node)
+        return self.make.brought_to(self._made_in_memory(site, elements), elements.scope, site.scope)
+
+    def _made_in_memory(self, site: AttentionSite, elements: Elements) -> fx.Node:
+        """The same, as a node of the outermost graph in which the tensor is at hand."""
+        if _is_at_hand(elements):
+            return self.results.get(elements.source, elements.source)
         shared = _copy_of(elements)
         if shared not in self.copies:
             graph, before = self._set_before(site, elements.scope)
-            node = self.results.get(elements.source, elements.source)
             with graph.inserting_before(before):
-                if elements.dtype is not None:
-                    node = self.make.method(graph, "to", node, elements.dtype)
-                copies = self.make.call(graph, _glue.materialized.default, [node])
-                self.copies[shared] = self.make.call(graph, operator.getitem, copies, 0)
-        return self.make.brought_to(self.copies[shared], elements.scope, site.scope)
+                self.copies[shared] = self._copy(graph, self._converted(elements, elements.source))
+        return self.copies[shared]
+
+    def _sum_in_memory(self, site: AttentionSite, scope: Scope, parts: list[Elements]) -> fx.Node:
+        """The sum of tensors that are added to the scores one after the other, as a node of ``scope``."""
+        shared = (scope, *map(_copy_of, parts))
+        if shared not in self.copies:
+            graph, before = self._set_before(site, scope)
+            with graph.inserting_before(before):
+                nodes = [self._converted(each, each.source if each.scope is scope else each.node) for each in parts]
+                # In fp16 a mask's least number and a bias may be minus infinity together.
+                nodes = [
+                    self.make.method(graph, "float", node) if value_of(node).dtype == torch.float16 else node
+                    for node in nodes
+                ]
+                self.copies[shared] = self._copy(graph, self.make.call(graph, torch.add, *nodes))
+        return self.copies[shared]
+
+    def _converted(self, elements: Elements, node: fx.Node) -> fx.Node:
+        """The tensor in ``node`` as it is added to the scores."""
+        node = self.results.get(node, node)
+        if elements.dtype is not None:
+            node = self.make.method(node.graph, "to", node, elements.dtype)
+        return self.make.call(node.graph, torch.mul, node, elements.factor) if elements.factor != 1 else node
+
+    def _copy(self, graph: fx.Graph, node: fx.Node) -> fx.Node:
+        copies = self.make.call(graph, _glue.materialized.default, [node])
+        return self.make.call(graph, operator.getitem, copies, 0)
 
     def _set_before(self, site: AttentionSite, scope: Scope) -> tuple[fx.Graph, fx.Node]:
         """Where in ``scope`` is written what the site needs; takes over the modes there."""
@@ -210,7 +264,7 @@ class _Writer:
 
     def _size_of_scores(self, dim: int, site: AttentionSite, mask: fx.Node) -> Any:
         """A size of the mask if it is that, so that lists depend on the mask alone, which layers share."""
-        operand = site.query if dim == -2 else site.key
+        operand = site.query if dim == -2 else site.value
         shape = value_of(mask).shape
         if len(shape) >= -dim and expression(shape[dim]) == expression(value_of(operand).shape[2]):
             return self.make.size(mask.graph, mask, len(shape) + dim)
@@ -225,7 +279,7 @@ class _Writer:
                 with user.graph.inserting_before(user):
                     query, key = (self.results.get(each, each) for each in (site.query, site.key))
                     sizes = [self.make.size(user.graph, query, dim) for dim in range(3)]
-                    sizes.append(self.make.size(user.graph, key, 2))
+                    sizes.append(self.make.size(user.graph, key, 3 if site.is_key_transposed else 2))
                 # The node stays the same one: the mask of another attention may be it.
                 user.op, user.target, user.args, user.kwargs = "call_method", "expand", (expanded, *sizes), {}
 
@@ -290,7 +344,12 @@ class _Writer:
 
 
 def _copy_of(elements: Elements) -> Any:
-    return elements.scope, elements.number, elements.dtype
+    return elements.scope, elements.number, elements.dtype, elements.factor
+
+
+def _is_at_hand(elements: Elements) -> bool:
+    """Is the tensor in memory as it is added to the scores, and stays so?"""
+    return elements.is_given and elements.dtype is None and elements.factor == 1
 
 
 def _sizes(tensor: torch.Tensor) -> tuple[Any, ...]:

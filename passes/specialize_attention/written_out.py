@@ -58,6 +58,7 @@ class WrittenOut:
     value: Value
     chain: Chain
     inside: tuple[fx.Node, ...]
+    is_key_transposed: bool = False
 
 
 def read_written_out(output: Value, call: Call, reader: IndexReader) -> WrittenOut | None:
@@ -88,6 +89,8 @@ def read_written_out(output: Value, call: Call, reader: IndexReader) -> WrittenO
     query = operand_behind(product.left, output.node, reader, is_transposed=False)
     key = operand_behind(product.right, output.node, reader, is_transposed=not product.is_transposed)
     value = operand_behind(outer.right, output.node, reader, is_transposed=False)
+    is_key_transposed = key is None and not product.is_transposed and operators.meta(product.right).rank == 4
+    key = product.right if is_key_transposed else key
     if query is None or key is None or value is None:
         return None
     query, key = (before_widening(each, output, operators) for each in (query, key))
@@ -99,7 +102,7 @@ def read_written_out(output: Value, call: Call, reader: IndexReader) -> WrittenO
     inside = _used_here_alone([node for node in nodes if node is not None], scores, output.node, operators)
     _require_one_autocast(inside, output.node, operators)
     _require_one_precision((query, key, value), chain.links, output, operators)
-    return WrittenOut(query, key, value, chain, inside)
+    return WrittenOut(query, key, value, chain, inside, is_key_transposed)
 
 
 def has_softmax(call: Call, operators: Operators) -> bool:
@@ -245,7 +248,7 @@ def _masked(value: Value, chain: Chain, reader: IndexReader) -> Value:
             # In place the scores alone are written: they are in no other memory, as a mask may be.
             for inner, mask in ((first, second), (second, first))[: 2 if add is aten.add else 1]:
                 unfilled = _without_fillings(inner, dataclasses.replace(behind, links=[]), reader)
-                if operators.is_tensor(mask) and _is_product(unfilled, operators):
+                if operators.is_tensor(mask) and _are_scores(unfilled, operators):
                     dtype = reader.dtype(scores)
                     is_rounded = any(torch.promote_types(each, dtype) != each for each in behind.dtypes)
                     empty_rows: EmptyRows = "zeros" if chain.has_sinks else "nan"
@@ -296,13 +299,13 @@ def _is_filled(value: Value, mask: Value, role: Kind, filling: Any, chain: Chain
 
 
 def _biased(value: Value, chain: Chain, operators: Operators) -> Value:
-    """Takes numbers off the scores, in which a mask is filled in."""
-    if chain.mask is None or chain.factor != 1 or any(mask.role == "added" for mask in chain.mask.parts):
+    """Takes numbers off the scores, to which a mask is added, or in which it is filled."""
+    if chain.mask is None or chain.factor != 1 or len({mask.role == "added" for mask in chain.mask.parts}) > 1:
         return value
     value = _regrouped(value, chain, operators)
     match operators.does(value):
-        case Call(aten.add, {"self": Value() as first, "other": Value() as second, "alpha": 1}):
-            for scores, bias in ((first, second), (second, first)):
+        case Call(aten.add | aten.add_ as add, {"self": Value() as first, "other": Value() as second, "alpha": 1}):
+            for scores, bias in ((first, second), (second, first))[: 2 if add is aten.add else 1]:
                 if operators.is_tensor(bias) and _is_product(scores, operators):
                     chain.bias = bias
                     chain.links.append(value)
@@ -388,6 +391,16 @@ def _scaled(value: Value, chain: Chain, operators: Operators) -> Value:
         chain.scale *= factor
         chain.links.append(value)
         value = scores
+
+
+def _are_scores(value: Value, operators: Operators) -> bool:
+    """Are they a product, or a product to which something is added?"""
+    if _is_product(value, operators):
+        return True
+    match operators.does(_regrouped(value, Chain(), operators)):
+        case Call(aten.add | aten.add_, {"self": Value() as first, "other": Value() as second, "alpha": 1}):
+            return _is_product(first, operators) or _is_product(second, operators)
+    return False
 
 
 def _is_product(value: Value, operators: Operators) -> bool:

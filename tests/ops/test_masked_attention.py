@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
-from glue_compiler.ops import mask_blocks
+from glue_compiler.ops import mask_blocks, row_offsets
 from glue_compiler.ops.document_blocks import BLOCK
 from tests.slow import one_in
 
@@ -63,7 +64,9 @@ def assert_equal(got: list[Tensor], wanted: list[Tensor]) -> None:
 
 def by_lists(mask: Tensor, kind: str, empty_rows: str, **settings):
     def call(q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Tensor:
-        lists = mask_blocks(mask, q.shape[2], k.shape[2], kind, empty_rows)
+        lists = mask_blocks(mask.detach(), q.shape[2], k.shape[2], kind, empty_rows)
+        if settings.get("bias") is not None:
+            lists = [*lists, row_offsets(mask, settings["bias"].detach(), kind)]
         operator = torch.ops.glue.masked_attention
         return operator(q, k, v, mask, lists, kind, empty_rows, sinks=sinks[0] if sinks else None, **settings)
 
@@ -185,6 +188,123 @@ def test_a_bias_is_added_beside_a_boolean_mask():
     both = bias.expand(1, 4, 300, 300).masked_fill(~mask, float("-inf"))
     wanted = with_gradients(written_out(both, added=True), inputs)
     assert_equal(with_gradients(by_lists(mask, "shows", "nan", bias=bias), inputs), wanted)
+
+
+@pytest.mark.parametrize("hidden", [-1e9, torch.finfo(torch.float32).min], ids=str)
+def test_a_bias_that_hides_all_keys_that_a_mask_shows_leaves_weights_that_backward_finds_again(hidden):
+    mask, bias = boolean_masks(300, 300)["causal"], torch.zeros(2, 1, 1, 300)
+    bias[0, ..., :40] = hidden
+    inputs = [each.detach().float().requires_grad_() for each in leaves(300, 300)]
+    both = bias.expand(2, 1, 300, 300).masked_fill(~mask, float("-inf"))
+    wanted = with_gradients(written_out(both, added=True), inputs)
+    for got, want in zip(with_gradients(by_lists(mask, "shows", "nan", bias=bias), inputs), wanted, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(4, 1, 300), (2, 1, 70, 300), (1, 1), (70, 1)], ids=str)
+@pytest.mark.parametrize("name", ["causal", "by head", "by row", "nothing", "of queries"])
+@pytest.mark.parametrize("kind", ["shows", "hides"])
+def test_offsets_are_the_largest_numbers_that_are_added_where_a_key_is_seen(shape, name, kind):
+    mask, bias = boolean_masks(70, 300)[name], torch.randn(shape)
+    bias[..., :3] = float("-inf")
+    wanted = bias.expand(2, 4, 70, 300).masked_fill(~mask, float("-inf")).amax(-1)
+    found = row_offsets(mask if kind == "shows" else ~mask, bias, kind)
+    torch.testing.assert_close(found.expand(2, 4, 70), wanted.where(wanted.isfinite(), 0))
+    torch.library.opcheck(row_offsets, (mask, bias, kind))
+
+
+# -- numbers with a gradient
+
+SHAPES = [(300, 300), (1, 4, 300, 300), (2, 1, 300, 300), (2, 4, 300, 300), (4, 1, 300), (1, 1, 300, 1), (1, 1)]
+
+
+@pytest.fixture(params=[False, True], ids=["in memory", "flex_attention"])
+def by_either(request, monkeypatch):
+    """Off a GPU all scores are in memory; torch's operator, which a GPU gets, has the same gradients in eager mode."""
+    if request.param:
+        # Of the same name as the operator, so an attribute of the package would be that.
+        module = importlib.import_module("glue_compiler.ops.masked_attention")
+        monkeypatch.setattr(module, "_is_dense", lambda *_: False)
+
+
+def learned(shape: tuple[int, ...], hidden: float | None = None) -> Tensor:
+    numbers = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    if hidden is not None:
+        numbers[..., 20:40] = hidden
+        numbers[..., 7, :] = hidden if hidden > float("-inf") else numbers[..., 7, :]
+    return numbers.requires_grad_()
+
+
+def added(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    return written_out(bias, added=True)(q, k, v)
+
+
+def added_by_lists(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    return by_lists(bias, "added", "nan")(q, k, v)
+
+
+@pytest.mark.usefixtures("by_either")
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_numbers_that_are_added_get_their_gradient(shape):
+    inputs = [*leaves(300, 300), learned(shape)]
+    assert_equal(with_gradients(added_by_lists, inputs), with_gradients(added, inputs))
+
+
+@pytest.mark.usefixtures("by_either")
+@pytest.mark.parametrize("hidden", [float("-inf"), -1e9, torch.finfo(torch.float64).min], ids=str)
+def test_numbers_that_hide_keys_and_whole_rows_get_their_gradient(hidden):
+    inputs = [*leaves(70, 200), learned((4, 70, 200), hidden)]
+    assert_equal(with_gradients(added_by_lists, inputs), with_gradients(added, inputs))
+
+
+@pytest.mark.usefixtures("by_either")
+@pytest.mark.parametrize("empty_rows", ["mean", "zeros"])
+@pytest.mark.parametrize("shape", [(4, 300, 300), (4, 1, 300)], ids=str)
+def test_a_bias_beside_a_boolean_mask_gets_its_gradient(shape, empty_rows):
+    mask = boolean_masks(300, 300)["by row"].clone()
+    mask[:, :, 7] = False
+
+    def dense(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        scores = q @ k.repeat_interleave(2, 1).transpose(-1, -2) / 4 + bias
+        weights = scores.masked_fill(~mask, torch.finfo(torch.float64).min).softmax(-1)
+        weights = weights if empty_rows == "mean" else weights.masked_fill(~mask.any(-1, keepdim=True), 0.0)
+        return weights @ v.repeat_interleave(2, 1)
+
+    def listed(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        return by_lists(mask, "shows", empty_rows, bias=bias)(q, k, v)
+
+    inputs = [*leaves(300, 300), learned(shape)]
+    assert_equal(with_gradients(listed, inputs), with_gradients(dense, inputs))
+
+
+@pytest.mark.usefixtures("by_either")
+def test_numbers_with_a_gradient_under_a_soft_cap_and_beside_sinks():
+    bias = learned((4, 300, 300))
+    inputs = [*leaves(300, 300), torch.randn(4, dtype=torch.float64).requires_grad_(), bias]
+
+    def listed(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, bias: Tensor) -> Tensor:
+        return by_lists(bias, "added", "zeros", softcap=0.7)(q, k, v, sinks)
+
+    def dense(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, bias: Tensor) -> Tensor:
+        return written_out(bias, added=True, softcap=0.7)(q, k, v, sinks)
+
+    assert_equal(with_gradients(listed, inputs), with_gradients(dense, inputs))
+
+
+def test_a_checkpoint_around_numbers_with_a_gradient():
+    inputs = [*leaves(30, 30), learned((4, 30, 30))]
+    wanted = with_gradients(added, inputs)
+    assert_equal(with_gradients(lambda *g: checkpoint(added_by_lists, *g, use_reentrant=False), inputs), wanted)
+
+
+def test_what_goes_into_memory_passes_its_gradient_on():
+    number, index = torch.randn(3, 4, dtype=torch.float64).t().requires_grad_(), torch.arange(3)
+    torch.library.opcheck(torch.ops.glue.materialized.default, ([number, index],))
+    copy, same = torch.ops.glue.materialized([number * 2, index])
+    assert copy.is_contiguous()
+    assert not same.requires_grad
+    (gradient,) = torch.autograd.grad(copy.pow(2).sum(), number)
+    torch.testing.assert_close(gradient, 8 * number.detach())
 
 
 @pytest.mark.parametrize(

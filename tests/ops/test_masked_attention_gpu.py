@@ -25,7 +25,7 @@ def compiled(kind: str, empty_rows: str, **settings):
     return torch.compile(call, fullgraph=True)
 
 
-def assert_as_exact(call, dense, inputs: list[Tensor], mask: Tensor) -> None:
+def assert_as_exact(call, dense, inputs: list[Tensor], mask: Tensor | None) -> None:
     """No further from fp64 than what has the whole mask, and the rounding of a weight: all alike under equal scores."""
     got = with_gradients(lambda *given: call(mask, *given), inputs)
     exact = [each.detach().double().requires_grad_() for each in inputs]
@@ -58,6 +58,43 @@ def test_numbers_that_are_added(name, least):
     mask = torch.randn(shown.shape, device="cuda", dtype=torch.bfloat16).masked_fill(~shown, least)
     mask[..., -1, :] = least  # a query that sees nothing but such numbers
     assert_as_exact(compiled("added", "nan"), written_out(mask, added=True), on_gpu(300, 300), mask)
+
+
+@pytest.mark.parametrize("shape", [(4, 300, 300), (2, 1, 300, 300), (4, 1, 300)], ids=str)
+def test_numbers_that_are_added_get_their_gradient(shape):
+    """The kernel's atomic additions: into numbers of one batch, of one head, and of one query, which all add to."""
+    bias = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+    bias[..., 20:40] = -1e9
+    bias.requires_grad_()
+
+    def call(mask: None, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        lists = glue.mask_blocks(bias.detach(), q.shape[2], k.shape[2], "added", "nan")
+        return glue.masked_attention(q, k, v, bias, lists, "added", "nan")
+
+    def dense(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        return written_out(bias, added=True)(q, k, v)
+
+    assert_as_exact(torch.compile(call, fullgraph=True), dense, [*on_gpu(300, 300), bias], None)
+
+
+def test_a_bias_beside_a_boolean_mask_gets_its_gradient():
+    mask = boolean_masks(300, 300)["by row"].clone()
+    mask[:, :, 7] = False  # a query that gets the mean of all values, and to which nothing is added
+    bias = torch.randn(4, 300, 300, device="cuda", dtype=torch.bfloat16).requires_grad_()
+
+    def call(mask: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        lists = glue.mask_blocks(mask, q.shape[2], k.shape[2], "shows", "mean")
+        lists = [*lists, glue.row_offsets(mask, bias.detach(), "shows")]
+        return glue.masked_attention(q, k, v, mask, lists, "shows", "mean", bias=bias)
+
+    def dense(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        hidden = bias.expand(2, 4, 300, 300).masked_fill(~mask.cuda(), float("-inf"))
+        hidden = hidden.masked_fill(~mask.cuda().any(-1, keepdim=True), 0.0)
+        scores = q @ k.repeat_interleave(2, 1).transpose(-1, -2) / 4
+        scores = scores.masked_fill(~mask.cuda().any(-1, keepdim=True), 0.0)
+        return (scores + hidden).softmax(-1) @ v.repeat_interleave(2, 1)
+
+    assert_as_exact(torch.compile(call, fullgraph=True), dense, [*on_gpu(300, 300), bias], mask.cuda())
 
 
 def test_soft_caps_and_sinks():

@@ -120,6 +120,8 @@ def _written_out(draw: Draw, masks: Masks, query: str, key: str, value: str) -> 
     regroups = not is_merged and draw.chance(0.06)
     if regroups:
         scores = draw.let("scores", _regrouped(draw, scores, draw.pick("HEADS, B, T, S", "1, -1, T, S")), "float", 4)
+    if how < 9 and draw.chance(0.2):
+        scores = draw.let("scores", f"{scores} + {masks.added()}", "float", 4)
     if how < 4:
         bias = masks.added()
         text = draw.mostly(
@@ -131,6 +133,8 @@ def _written_out(draw: Draw, masks: Masks, query: str, key: str, value: str) -> 
             f"torch.add({scores}, {bias}, alpha=0.5)",
             f"{scores}.sub(-{bias})",
             f"{scores}.add_({bias})",
+            f"({scores} + {bias}) * 0.5",
+            f"({scores} + {bias}) / 2",
         )
     elif how < 6:
         hidden = spellings.inverted(draw, masks.boolean())

@@ -29,10 +29,10 @@ class Masks:
     inputs: dict[str, str] = field(default_factory=dict)
     ids: list[str] = field(default_factory=list)
 
-    def input(self, name: str, expression: str, dtype: str, dims: int) -> str:
+    def input(self, name: str, expression: str, dtype: str, dims: int, *, is_leaf: bool = False) -> str:
         if name not in self.inputs:
             self.inputs[name] = expression
-            self.draw.values.append(Value(name, dtype, dims))
+            self.draw.values.append(Value(name, dtype, dims, is_leaf=is_leaf))
         return name
 
     # Expressions of the mask over [T, S] or [B, 1, T, S], as booleans.
@@ -335,7 +335,41 @@ class Masks:
         )
         return draw.let("mask", text, "bool", 4)
 
+    def learned(self) -> str:
+        """The name of numbers with a gradient, for distances or for each score, to add to scores."""
+        draw, how = self.draw, self.draw.integer(0, 7)
+        grad = ".requires_grad_()" if draw.chance(0.9) else ""
+        if how < 4:
+            table = f"torch.randn(5, HEADS, dtype=FLOAT, generator=g{draw.at}){grad}"
+            query, key = self.pair()
+            text = self.input("table", table, "float", 2, is_leaf=True)
+            text = draw.mostly(
+                f"{text}[({key} - {query}).clamp(-2, 2) + 2].permute(2, 0, 1)[None]",
+                f"F.embedding(({query} - {key}).clamp(-2, 2) + 2, {text}).permute([2, 0, 1]).unsqueeze(0)",
+                f"{text}.t()[:, ({key} - {query}).abs().clamp(max=4)]",
+                f"{text}[({key} - {query}).clamp(-2, 2) + 2].permute(2, 0, 1).expand(B, HEADS, T, S)",
+            )
+        else:
+            shape = ("1, HEADS, T, S", "B, 1, T, S", "HEADS, 1, S", "T, 1")[how - 4]
+            text = f"torch.randn({shape}, dtype=FLOAT, generator=g{draw.at}){grad}"
+            text = self.input(f"learned{how}", text, "float", shape.count(",") + 1, is_leaf=True)
+        if draw.chance(0.4):
+            text = f"{text} + {self.hiding()}"
+        if draw.chance(0.2):
+            text = draw.pick(
+                f"({text}).detach()",
+                f"({text}) * 2",
+                f"({text}).clone()",
+                f"({text}).float().to(FLOAT)",
+                f"({text}).data",
+            )
+        return draw.let("bias", text, "float", 4, plain=text)
+
     def added(self) -> str:
+        """The name of numbers to add to scores: a mask, or such that have a gradient."""
+        return self.learned() if self.draw.chance(0.3) else self.hiding()
+
+    def hiding(self) -> str:
         """The name of a mask to add to scores."""
         draw, visible = self.draw, self.boolean()
         low = draw.mostly(

@@ -4,11 +4,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.captured import count
 from tests.passes.specialize_attention.attention import (
     LENGTH,
     assert_as_eager,
     counts,
     inputs,
+    run_as,
     specialized,
 )
 from tests.slow import one_in
@@ -117,16 +119,16 @@ SINKS = {
     "less the maximum over queries": (with_sinks(shift=lambda s: s - s.amax(-2, keepdim=True)), "no attention sinks"),
     "one a query": (
         with_sinks(column=lambda s: s.expand(T, 2).t()[None, :, :, None].expand(2, 2, T, 1) * 1.0),
-        "one number",
+        LISTED,
     ),
-    "multiplied": (with_sinks(column=lambda s: s.reshape(1, -1, 1, 1).expand(2, -1, T, -1) * 2.0), "one number"),
+    "multiplied": (with_sinks(column=lambda s: s.reshape(1, -1, 1, 1).expand(2, -1, T, -1) * 2.0), LISTED),
     "the other way round": (
         with_sinks(join=lambda s, c: torch.cat([c, s], -1), drop=lambda w: w[..., :-1]),
-        "one number|no attention sinks|several dtypes|not known to fit|broadcast",
+        "no attention sinks|several dtypes|not known to fit|broadcast",
     ),
     "the first column is dropped": (with_sinks(drop=lambda w: w[..., 1:]), None),
     "without a mask": (with_sinks(mask=lambda s, v: s), "it has attention sinks"),
-    "no gradient": (with_sinks(column=lambda s: without_gradients(with_column, s)), "one number"),
+    "no gradient": (with_sinks(column=lambda s: without_gradients(with_column, s)), LISTED),
 }
 
 
@@ -192,7 +194,7 @@ BIASES = {
     "integers": (biased(lambda s: s + torch.arange(T)), "are added to the scores"),
     "a mask added after it": (
         biased(lambda s: s + alibi(), lambda s, v: s + torch.where(v, 0.0, -1e30).double()),
-        "changed in another way",
+        LISTED,
     ),
 }
 
@@ -208,9 +210,52 @@ def test_numbers_added_beside_a_mask_that_is_proved():
     assert_as_eager(lambda *tensors: biased(lambda s: s + alibi())(*tensors, causal()), LISTED, eager=False)
 
 
-def test_numbers_with_a_gradient_stay():
-    def fn(query, key, value, bias, visible):
-        return biased(lambda s: s + bias)(query, key, value, visible)
+HIDDEN = {
+    "filled in": lambda scores, visible: scores.masked_fill(~visible, -1e30),
+    "added": lambda scores, visible: scores + torch.where(visible, 0.0, -1e30).double(),
+    "added in place": lambda scores, visible: scores.add_(torch.where(visible, 0.0, -1e30).double()),
+}
 
-    bias = torch.ones(T, T, dtype=torch.float64, requires_grad=True)
-    assert_as_eager(lambda *tensors: fn(*tensors, causal()), "the mask has a gradient", tensors=[*inputs(), bias])
+
+@pytest.mark.parametrize("eager", [True, False], ids=["the graph", "compiled"])
+@pytest.mark.parametrize("share", [0.5, 0.15], ids=["no empty rows", "empty rows"])
+@pytest.mark.parametrize("hidden", one_in(2, HIDDEN))
+@pytest.mark.parametrize("shape", [(1, 2, T, T), (2, 1, 1), (1, 1, T, 1)], ids=str)
+def test_numbers_with_a_gradient_beside_a_mask(shape, hidden, share, eager):
+    visible = some_keys(share)
+
+    def fn(query, key, value, bias):
+        return biased(lambda s: s + bias, HIDDEN[hidden])(query, key, value, visible)
+
+    bias = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    assert_as_eager(fn, LISTED, tensors=[*inputs(2), bias], eager=eager)
+
+
+def test_numbers_that_are_added_twice_are_summed_once_for_all_layers():
+    def fn(query, key, value, bias, visible):
+        hide = torch.where(visible, 0.0, -1e30).double()
+        for _ in range(3):
+            query = F.softmax(query @ key.mT * 0.25 + bias + hide, -1) @ value
+        return query
+
+    run, bias = specialized(fn), torch.randn(2, T, T, dtype=torch.float64, requires_grad=True)
+    visible = some_keys()
+    assert_as_eager(lambda *given: fn(*given, visible), {"listed": 3}, tensors=[*inputs(2), bias])
+    run.call(*inputs(2), bias, some_keys())
+    assert counts(run) == {"listed": 3}
+    assert count(run.graph, torch.ops.glue.mask_blocks.default) == 1
+
+
+@pytest.mark.parametrize("low", [-1e9, torch.finfo(torch.float32).min], ids=str)
+def test_numbers_that_hide_all_keys_that_a_mask_shows(low):
+    """In fp32, which has no digits left beside such a number: weights have to be found again in backward."""
+    hidden = torch.zeros(2, 1, 1, T).index_fill(-1, torch.arange(5), low)
+
+    def fn(query, key, value):
+        return biased(lambda s: s + hidden)(query, key, value, causal())
+
+    run, tensors = specialized(fn), [each.detach().float().requires_grad_() for each in inputs(2)]
+    wanted, found = (run_as(call, tensors, []) for call in (fn, run.call))
+    assert counts(run) == LISTED
+    for got, want in zip((*found[0], *found[1]), (*wanted[0], *wanted[1]), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)

@@ -13,6 +13,7 @@ from tests.captured import count, result_and_gradients
 from tests.passes.specialize_attention.attention import (
     LENGTH,
     POSITIONS,
+    assert_as_eager,
     assert_close,
     counts,
     inputs,
@@ -176,8 +177,45 @@ def other_dimension(query, key, value):
     return F.softmax(query @ key.transpose(2, 3) + torch.where(causal(), 0.0, -1e30).double(), dim=2) @ value
 
 
-def key_not_transposed(query, key, value):
-    return F.softmax(query @ key[..., :T, :].reshape(1, 2, 16, T), dim=-1) @ value
+def keys_cut_off_from_a_part(query, key, value):
+    turned = key.reshape(1, 2, 16, T) * 2
+    with torch.no_grad():
+        scores = query @ turned
+    return F.softmax(scores + turned.sum() * 0, dim=-1) @ value
+
+
+def made_transposed(key):
+    """As squeezebert's: ``[B, H, D, T]`` of no tensor ``[B, H, T, D]``."""
+    return key.reshape(1, 2, 16, T) * 2
+
+
+def some_keys():
+    return torch.rand(1, 1, T, T, generator=torch.Generator().manual_seed(0)) < 0.7
+
+
+@pytest.mark.parametrize("eager", [True, False], ids=["the graph", "compiled"])
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda scores, mask: scores, {"unmasked": 1}),
+        (lambda scores, mask: scores.masked_fill(~causal(), -1e30), {"causal": 1}),
+        (lambda scores, mask: scores.masked_fill(~mask, -1e30), {"listed": 1}),
+        (lambda scores, mask: scores + torch.zeros(T, T).double().expand_as(scores), {"unmasked": 1}),
+    ],
+)
+def test_keys_that_are_made_transposed(change, expected, eager):
+    def fn(query, key, value, mask):
+        return F.softmax(change(query @ made_transposed(key) * 0.25, mask), -1) @ value
+
+    assert_as_eager(fn, expected, [some_keys()], eager=eager)
+
+
+@pytest.mark.parametrize("queries", [1, 5])
+def test_softmax_without_a_mask_for_another_number_of_keys(queries):
+    def fn(query, key, value):
+        return F.softmax(query[:, :, :queries] @ key.transpose(2, 3) * 0.25, -1) @ value
+
+    assert_as_eager(fn, {"unmasked": 1})
 
 
 @pytest.mark.parametrize(
@@ -186,7 +224,7 @@ def key_not_transposed(query, key, value):
         (weights_returned, "used elsewhere"),
         (key_written_later, "written in place"),
         (other_dimension, None),
-        (key_not_transposed, "not of query, key and value"),
+        (keys_cut_off_from_a_part, "gradients are switched off"),
     ],
 )
 def test_other_softmax_stays(fn, reason):

@@ -133,9 +133,9 @@ def negated_in_its_region(query, key, value):
     one_in(
         3,
         [
-            (negated, WRITTEN),
-            (part_written, WRITTEN),
-            (written_unnoticed, WRITTEN),
+            (negated, CAUSAL),
+            (part_written, CAUSAL),
+            (written_unnoticed, CAUSAL),
             (written_in_secret, WRITTEN),
             (other_written_in_secret, CAUSAL),
             (sum_negated, CAUSAL),
@@ -146,8 +146,8 @@ def negated_in_its_region(query, key, value):
             (value_written, WRITTEN),
             (key_written, WRITTEN),
             (mask_written, CAUSAL),
-            (negated_after_its_region, WRITTEN),
-            (negated_in_its_region, WRITTEN),
+            (negated_after_its_region, CAUSAL),
+            (negated_in_its_region, CAUSAL),
         ],
     ),
 )

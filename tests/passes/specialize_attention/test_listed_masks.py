@@ -150,13 +150,6 @@ def test_more_keys_than_queries(queries, keys, write):
     assert_as_eager(fn, LISTED, [random_mask(2, 1, queries, keys)], [query, key, value])
 
 
-def test_more_keys_than_queries_without_a_mask_stay():
-    def fn(query, key, value):
-        return F.softmax(query[:, :, :4] @ key.mT, -1) @ value
-
-    assert_as_eager(fn, "as many keys")
-
-
 @pytest.mark.parametrize("key_heads", [1, 2])
 def test_grouped_heads(key_heads):
     def fn(query, key, value, mask):
@@ -237,10 +230,6 @@ def test_a_mask_detached_from_what_has_a_gradient():
         return sdpa(query, key, value, bias.detach()) + bias.sum()
 
     assert_as_eager(fn, LISTED, tensors=[*inputs(), biases(T, T).requires_grad_()])
-
-
-def test_a_mask_with_a_gradient_stays():
-    assert_as_eager(sdpa, "the mask has a gradient", tensors=[*inputs(), biases(T, T).requires_grad_()])
 
 
 def test_numbers_that_are_no_floats_stay():

@@ -46,14 +46,12 @@ CHANGES = {
     "added, then divided": (lambda s, d: (s + added(documents(d))) / 4.0, PACKED),
     "filled, then scaled": (lambda s, d: s.masked_fill(~documents(d), float("-inf")) * 0.25, PACKED),
     "scaled on both sides": (lambda s, d: torch.where(causal(), s * 0.5, -1e30) * 0.5, CAUSAL),
-    "capped, masked and scaled": (lambda s, d: ((s / 8).tanh() * 4 + added(causal() & KEYS)) / 2, {}),
+    "capped, masked and scaled": (lambda s, d: ((s / 8).tanh() * 4 + added(causal() & KEYS)) / 2, LISTED),
     "a mask that is read, filled and scaled": (lambda s, d: s.masked_fill(~KEYS, -1e30) / 4.0, LISTED),
-    "a mask that is read, added and scaled": (
-        lambda s, d: (s + added(KEYS)) / 4.0,
-        "multiplied with the scores",
-    ),
+    "a mask that is read, added and scaled": (lambda s, d: (s + added(KEYS)) / 4.0, LISTED),
+    "two that are read, added and scaled": (lambda s, d: (s + added(KEYS) + s.detach()) / 4.0, UNKNOWN),
     "hidden no more": (lambda s, d: s.masked_fill(~documents(d), -1e10) * 1e-9, UNKNOWN),
-    "added and hidden no more": (lambda s, d: (s + added(documents(d), -1e10)) * 1e-9, "neither 0 nor below"),
+    "added and hidden no more": (lambda s, d: (s + added(documents(d), -1e10)) * 1e-9, LISTED),
     "scaled by less than zero": (lambda s, d: s.masked_fill(~documents(d), float("inf")) * -0.25, UNKNOWN),
     "scaled by a tensor": (lambda s, d: s.masked_fill(~documents(d), -1e30) * d.double()[:, None, :, None], UNKNOWN),
     "numbers added, filled, scaled": (
@@ -77,7 +75,8 @@ CHANGES = {
     "less the maximum of all": (lambda s, d: less_most(s, s.masked_fill(~documents(d), -1e30)), UNKNOWN),
     "less the maximum over queries": (lambda s, d: less_most(t := s + added(documents(d)), t, dim=-2), UNKNOWN),
     "less the mean": (lambda s, d: (t := s + added(causal(), -1e9)) - t.mean(-1, keepdim=True), UNKNOWN),
-    "added twice": (lambda s, d: s + added(causal()) + added(documents(d)), UNKNOWN),
+    "added twice": (lambda s, d: s + added(causal()) + added(documents(d)), LISTED),
+    "added three times": (lambda s, d: s + added(causal()) + added(documents(d)) + added(KEYS), UNKNOWN),
 }
 
 

@@ -66,6 +66,8 @@ def floored(low=LOWEST, mask=lambda: added(causal())):
 
 
 READ = {
+    "negated": (between(end=lambda out: out.neg_()), CAUSAL),
+    "a view of it is written": (between(end=lambda out: (out.view(B, H, T, -1)[:, 0].zero_(), out)[1]), CAUSAL),
     "a mask that is added": (between(), CAUSAL),
     "documents that are filled in": (between(on_heads(filled(documents))), PACKED),
     "documents that are chosen": (between(on_heads(lambda s: torch.where(documents(), s, -1e30))), PACKED),
@@ -262,11 +264,6 @@ LEFT = {
     ),
     "a hook on what is merged": (between(query=hooked), UNREAD),
     "scores without gradients": (between(lambda s: with_mask(s.detach())), "gradients are switched off"),
-    "negated": (between(end=lambda out: out.neg_()), "written in place later"),
-    "a view of it is written": (
-        between(end=lambda out: (out.view(B, H, T, -1)[:, 0].zero_(), out)[1]),
-        "written in place later",
-    ),
 }
 
 
