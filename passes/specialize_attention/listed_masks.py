@@ -80,6 +80,9 @@ def listed_mask(site: AttentionSite, reader: IndexReader) -> ListedMask:
         raise UnknownMask("there are two masks")
     if mask.empty_rows is None:
         raise UnknownMask("the masked scores are rounded or bounded, and what hides a key then is not known")
+    if site.bias is not None and mask.role != "added" and mask.empty_rows == "mean":
+        # A query for which they hide all keys that the mask shows gets those that are filled in.
+        raise UnknownMask("numbers are added before it, which may hide more than the finite number that it fills in")
     elements = _elements(mask.value, mask.role == "added", site, reader)
     if mask.role == "added":  # what hides keys was taken for what it is after the factor
         elements = dataclasses.replace(elements, factor=mask.factor)

@@ -184,7 +184,10 @@ def biased(bias, hide=lambda scores, visible: scores.masked_fill(~visible, float
 BIASES = {
     "added": (biased(lambda s: s + alibi()), LISTED),
     "first": (biased(lambda s: torch.add(alibi(), s)), LISTED),
-    "filled with a finite number": (biased(lambda s: s + alibi(), lambda s, v: torch.where(v, s, -1e30)), LISTED),
+    "filled with a finite number": (
+        biased(lambda s: s + alibi(), lambda s, v: torch.where(v, s, -1e30)),
+        "may hide more than the finite number",
+    ),
     "after a soft cap": (biased(lambda s: torch.tanh(s) * 2.0 + alibi()), LISTED),
     "converted afterwards": (biased(lambda s: (s + alibi()).to(torch.float64)), LISTED),
     "scaled afterwards": (biased(lambda s: (s + alibi()) * 2.0), "changed in another way"),
@@ -211,7 +214,7 @@ def test_numbers_added_beside_a_mask_that_is_proved():
 
 
 HIDDEN = {
-    "filled in": lambda scores, visible: scores.masked_fill(~visible, -1e30),
+    "filled in": lambda scores, visible: scores.masked_fill(~visible, float("-inf")),
     "added": lambda scores, visible: scores + torch.where(visible, 0.0, -1e30).double(),
     "added in place": lambda scores, visible: scores.add_(torch.where(visible, 0.0, -1e30).double()),
 }
@@ -259,3 +262,13 @@ def test_numbers_that_hide_all_keys_that_a_mask_shows(low):
     assert counts(run) == LISTED
     for got, want in zip((*found[0], *found[1]), (*wanted[0], *wanted[1]), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_finite_numbers_filled_in_beside_numbers_that_hide_what_the_mask_shows_stay():
+    """A query that sees no key that is shown gets those that are hidden by less."""
+    hidden = torch.zeros(2, 1, 1, T, dtype=torch.float64).index_fill(-1, torch.arange(5), float("-inf"))
+
+    def fn(query, key, value):
+        return biased(lambda s: s + hidden, lambda s, v: torch.where(v, s, -1e30))(query, key, value, causal())
+
+    assert_as_eager(fn, "may hide more than the finite number", tensors=inputs(2))

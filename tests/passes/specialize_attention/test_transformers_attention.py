@@ -187,12 +187,13 @@ def test_soft_caps():
     assert counts(run) == {"listed": 2}
 
 
-def test_alibi_beside_a_mask():
+def test_alibi_beside_a_finite_number_that_is_filled_in_stays():
     settings = {"d_model": 32, "n_heads": 4, "n_layers": 1, "max_seq_len": 64, "vocab_size": 64}
     model = transformers.MptForCausalLM(transformers.MptConfig(**settings))
     run = specialized(model, eager=False)
     assert_steps_are_close(model, run, batch_of(rows=2, packed=False))
-    assert counts(run) == {"listed": 1}
+    assert counts(run) == {}
+    assert any("may hide more than the finite number" in reason for reason in run.skip_reasons)
 
 
 @pytest.mark.parametrize("kind", slow_but(("xglm",), ["trocr", "xglm"]))
