@@ -113,8 +113,13 @@ class Chooser:
             self._cuts[edges] = _minimum_cut(edges)
         names = (*outside, *members)
         kept, again = self._cuts[edges]
-        computed = {names[index] for index in again if index >= len(outside)}
-        return {names[index] for index in kept}, computed | self._views_read_by(computed)
+        saved = {names[index] for index in kept}
+        computed = {names[index] for index in again if index >= len(outside)} - saved
+        views = self._views_read_by(computed)
+        # Elements of what an operator returns as a list lie in no memory that is there by another name.
+        elements = {place for place in views if self.step.is_element(place)}
+        elements = {place for place in elements if self.step.values[place].root not in computed}
+        return saved | elements, computed | (views - elements)
 
     def _memory_of(self, place: int) -> int | None:
         """A view of what lies outside is there when its memory is; None for what always is."""

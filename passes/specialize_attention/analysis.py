@@ -16,7 +16,7 @@ from glue_compiler.fx.value_numbering import Numbering
 from glue_compiler.fx.values import expression, source_line, value_of
 from glue_compiler.graph_pass import Skip
 from glue_compiler.ops.attention_choice import AttentionCall, Kernel, choose, unsupported
-from glue_compiler.ops.attention_costs import lists_pay, pays
+from glue_compiler.ops.attention_costs import gradient_pays, lists_pay, pays
 from glue_compiler.options import Compiler, Kernels
 from glue_compiler.passes.specialize_attention.attention_calls import attention_sites
 from glue_compiler.passes.specialize_attention.attention_parts import AttentionSite
@@ -203,7 +203,12 @@ def _leave_what_does_not_pay(plan: Plan) -> None:
         if each.call is None:
             continue
         capability, length = each.call.capability, each.call.length
-        if each.visibility is None:
+        if each.mask is not None and each.mask.has_gradient and not _gradient_pays(each):
+            reason = (
+                f"{each.unknown}; and what is added to the scores has a gradient, which softmax written out gives it "
+                "in less time than a kernel does; scaled_dot_product_attention would be specialised"
+            )
+        elif each.visibility is None:
             if lists_pay(capability, length):
                 continue
             reason = (
@@ -220,6 +225,11 @@ def _leave_what_does_not_pay(plan: Plan) -> None:
             )
         plan.replacements.remove(each)
         plan.skips.append(_skip(each.site.output, reason))
+
+
+def _gradient_pays(replacement: Replacement) -> bool:
+    capability = replacement.call.capability if replacement.call is not None else None
+    return gradient_pays(capability, is_written_out=bool(replacement.site.inside))
 
 
 def _skip(node: fx.Node, reason: str) -> Skip:

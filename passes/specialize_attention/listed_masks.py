@@ -66,6 +66,10 @@ class ListedMask:
     empty_rows: EmptyRows
     bias: Elements | None
 
+    @property
+    def has_gradient(self) -> bool:
+        return self.elements.has_gradient or (self.bias is not None and self.bias.has_gradient)
+
 
 def listed_mask(site: AttentionSite, reader: IndexReader) -> ListedMask:
     """The mask of ``site``, if it can be read when the graph runs.

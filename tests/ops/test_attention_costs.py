@@ -2,7 +2,7 @@
 
 import pytest
 
-from glue_compiler.ops.attention_costs import MEASURED, lists_pay, pays
+from glue_compiler.ops.attention_costs import MEASURED, gradient_pays, lists_pay, pays
 
 
 @pytest.mark.parametrize(
@@ -28,9 +28,16 @@ def test_lists_of_a_mask_pay_for_many_queries(queries, expected):
     assert lists_pay((8, 0), queries) == expected
 
 
+@pytest.mark.parametrize("capability", [(9, 0), (8, 0)])
+def test_a_gradient_pays_where_the_model_does_not_write_softmax_out(capability):
+    assert gradient_pays(capability, is_written_out=False)
+    assert not gradient_pays(capability, is_written_out=True)
+
+
 def test_other_devices_are_not_estimated():
     assert pays(None, 1, 1)
     assert lists_pay(None, 1)
+    assert gradient_pays(None, is_written_out=True)
 
 
 def test_tables_grow():

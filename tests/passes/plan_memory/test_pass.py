@@ -10,6 +10,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from glue_compiler import registry
@@ -213,6 +214,30 @@ def test_where_planning_has_no_time_left_the_report_says_so(seconds, monkeypatch
     assert (found.counts["plans"] == 3) == bool(seconds)
     told = [reason for reason in run.skip_reasons if "planning ended when its 10 s were over" in reason]
     assert len(told) == bool(seconds)
+
+
+def attends(x, weight, bias):
+    for _ in range(3):
+        query = x @ weight
+        x = x + F.relu(F.softmax(query @ query.mT * 0.3 + bias, -1) @ query @ weight)
+    return x
+
+
+@pytest.mark.parametrize(("budget", "is_learned"), [("2KiB", True), ("8KiB", False), ("8KiB", True), ("12KiB", True)])
+def test_lists_of_a_mask_are_kept_where_what_reads_them_is_computed_again(budget, is_learned):
+    """They are elements of what one operator returns as a list, which has no memory by another name."""
+    torch.manual_seed(0)
+    x, weight, bias = (torch.randn(shape, dtype=torch.float64) / 4 for shape in ((2, 2, 5, 4), (4, 4), (1, 2, 5, 5)))
+    learned = [tensor.requires_grad_() for tensor in (x, weight, *((bias,) if is_learned else ()))]
+    run = compile_with_glue(attends, memory_budget=budget, passes={**ON["passes"], "specialize_attention": True})
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "glue: the memory_budget", GlueWarning)
+        found = torch.autograd.grad(run.call(x, weight, bias).sum(), learned)
+    (specialized,) = (p for p in run.report.passes if p.name == "specialize_attention")
+    assert specialized.counts["listed"] == 3
+    assert any(p.changed for p in run.report.passes if p.name == "plan_memory")
+    for got, want in zip(found, torch.autograd.grad(attends(x, weight, bias).sum(), learned), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-9)
 
 
 @pytest.mark.parametrize(("took", "left"), [(2.0, 8.0), (9.9, 1.0), (30.0, 1.0)])

@@ -29,6 +29,19 @@ def test_a_mask_with_a_gradient(call, shape, eager):
     assert_as_eager(call, LISTED, tensors=[*inputs(2), learned(*shape)], eager=eager)
 
 
+@pytest.mark.parametrize(("call", "is_left"), [(sdpa, False), (added, True)], ids=["sdpa", "written out"])
+@pytest.mark.parametrize("is_learned", [True, False])
+def test_softmax_written_out_stays_where_its_gradient_is_the_faster_one(call, is_left, is_learned, monkeypatch):
+    """As on a GPU; on the CPU nothing is estimated."""
+    monkeypatch.setattr(
+        "glue_compiler.passes.specialize_attention.analysis.gradient_pays",
+        lambda capability, *, is_written_out: not is_written_out,
+    )
+    bias = learned(2, T, T) if is_learned else biases(2, T, T)
+    says = "softmax written out gives it in less time" if is_left and is_learned else LISTED
+    assert_as_eager(call, says, tensors=[*inputs(2), bias])
+
+
 def relative(table, length=T):
     return table[(tokens(length) - tokens(length)[:, None]).clamp(-3, 3) + 3].permute(2, 0, 1)[None]
 

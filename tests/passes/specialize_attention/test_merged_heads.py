@@ -83,7 +83,7 @@ READ = {
     ),
     "numbers that are added, and a mask": (
         between(
-            lambda s: on_heads(filled(lambda: KEYS))(
+            lambda s: on_heads(filled(lambda: KEYS, low=float("-inf")))(
                 on_heads(lambda s: s + torch.arange(H)[:, None, None].double() * torch.arange(T))(s)
             )
         ),
