@@ -23,7 +23,8 @@ INTRODUCTION = """# End to end
 
 Whole training steps of unmodified models from configurations, random weights: forward, loss, backward, clipping, AdamW,
 one row of packed documents that differ each step. `python -m benchmarks.end_to_end --help` says what rows, variants and
-columns are. This page is written by `python -m benchmarks.end_to_end_page`; compare numbers of one run only.
+columns are. This page is written by `python -m benchmarks.end_to_end_page`; compare numbers of one run only. Best and
+worst are far apart where the host was busy, with Python of the step itself or with what was left of other compiles.
 """
 WIDTH, NAME, BAR, GAP = 820, 190, 16, 22
 OWN, OTHERS = "#2a6f97", "#b8bdc6"
@@ -62,7 +63,7 @@ def page(runs: Sequence[Run]) -> str:
 
 
 def _table(results: Sequence[dict[str, Any]]) -> list[str]:
-    names = [name for name in COLUMNS if any(cell(result.get(name)) for result in results)]
+    names = [name for name in COLUMNS if any(cell(result.get(name)) for result in results)] or ["fixed_ms"]
     lines = [f"| | {' | '.join(COLUMNS[name] for name in names)} |", f"|---|{'---|' * len(names)}"]
     for result in results:
         cells = [cell(result.get(name)) for name in names]
