@@ -13,6 +13,7 @@ import torch._functorch.config
 
 from benchmarks import peer_torchtitan, peer_torchtune, peer_unsloth
 from benchmarks.end_to_end_rows import ROWS, Size, Workload
+from benchmarks.peers import base_of
 from glue_compiler import registry
 
 
@@ -47,7 +48,7 @@ class Variant:
     def compiled(self, workload: Workload, compiler: str) -> Any:
         """What is called in a step; ``compiler`` is what stands behind glue, or is compared with it."""
         if self.is_patched:
-            _patch_by_liger(workload.model)
+            _patch_by_liger(base_of(workload))
         torch._functorch.config.aggressive_recomputation = self.recomputes
         if self.compiler is None:
             return workload.model
@@ -64,7 +65,7 @@ class Variant:
 def _patch_by_liger(model: Any) -> None:
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
-    _apply_liger_kernel_to_instance(model.get_base_model() if hasattr(model, "get_base_model") else model)
+    _apply_liger_kernel_to_instance(model)
 
 
 def _glue_with(*names: str) -> Variant:

@@ -59,7 +59,7 @@ def partition_marked(
     chosen = list(passes)
     first: tuple[PassReport, ...] = ()
     while not found or found[-1].excess:
-        missed = 0
+        excess = 0
         pipeline.counter.count = start
         reports = tuple(pipeline.run_joint(joint, num_outputs, chosen))
         first = first or reports
@@ -76,12 +76,12 @@ def partition_marked(
             reasons.append(Skip(f"torch's partitioner refuses what is planned ({text})"))
         else:
             unmarked = tuple(dataclasses.replace(each, changed=False, rewrites=(), drawing=None) for each in first)
-            found.append(_Attempt(unmarked if is_last else reports, graphs, missed := excess))
+            found.append(_Attempt(unmarked if is_last else reports, graphs, excess))
             reasons += [Skip(f"what is planned would be missed by {excess} in the graphs made of it")] if excess else []
         if is_last:
             break
         before.restore()
-        simpler = [each.simpler(report, missed) for each, report in zip(chosen, reports, strict=True)]
+        simpler = [each.simpler(report, excess) for each, report in zip(chosen, reports, strict=True)]
         chosen = [each for each in simpler if each is not None]
     best = min(found, key=lambda attempt: attempt.excess)
     pipeline.counter.count = start + sum(len(report.rewrites) for report in best.reports)

@@ -203,7 +203,8 @@ def _leave_what_does_not_pay(plan: Plan) -> None:
         if each.call is None:
             continue
         capability, length = each.call.capability, each.call.length
-        if each.mask is not None and each.mask.has_gradient and not _gradient_pays(each):
+        has_gradient = each.mask is not None and each.mask.has_gradient
+        if has_gradient and not gradient_pays(capability, is_written_out=bool(each.site.inside)):
             reason = (
                 f"{each.unknown}; and what is added to the scores has a gradient, which softmax written out gives it "
                 "in less time than a kernel does; scaled_dot_product_attention would be specialised"
@@ -225,11 +226,6 @@ def _leave_what_does_not_pay(plan: Plan) -> None:
             )
         plan.replacements.remove(each)
         plan.skips.append(_skip(each.site.output, reason))
-
-
-def _gradient_pays(replacement: Replacement) -> bool:
-    capability = replacement.call.capability if replacement.call is not None else None
-    return gradient_pays(capability, is_written_out=bool(replacement.site.inside))
 
 
 def _skip(node: fx.Node, reason: str) -> Skip:

@@ -55,9 +55,9 @@ class _Writer:
     def write(self, replacement: Replacement) -> None:
         site = replacement.site
         packed = self._packed_metadata(replacement) if replacement.metadata is not None else None
-        listed = self._lists(site, replacement.mask) if replacement.mask is not None else None
-        is_biased = replacement.mask is not None and replacement.mask.kind != "added"
-        biased = replacement.mask.bias if replacement.mask is not None and is_biased else None
+        mask = replacement.mask
+        listed = self._lists(site, mask) if mask is not None else None
+        biased = mask.bias if mask is not None and mask.kind != "added" else None
         bias = self._in_memory(site, biased) if biased is not None else None
         visibility = replacement.visibility
         self.make.meta = {
@@ -72,7 +72,7 @@ class _Writer:
             if replacement.call is not None and value_of(query).shape[3] != value_of(value).shape[3]:
                 scale = 1 / math.sqrt(value_of(query).shape[3]) if scale is None else scale
                 query, key, value = (self._widened(each, replacement.call.head_size) for each in (query, key, value))
-            if replacement.mask is not None and listed is not None:
+            if mask is not None and listed is not None:
                 result = self._listed(replacement, (query, key, value), scale, *listed, bias)
             elif packed is not None:
                 assert visibility is not None
@@ -192,7 +192,7 @@ class _Writer:
         graph, before = self._set_before(site, scope)
         with graph.inserting_before(before):
             sizes = [self._size_of_scores(dim, site, node) for dim in (-2, -1)]
-            read = self.make.method(graph, "detach", node) if requires_grad(value_of(node)) else node
+            read = self._without_gradient(graph, node)
             blocks = self.make.call(graph, _glue.mask_blocks.default, read, *sizes, mask.kind, mask.empty_rows)
             return [self.make.call(graph, operator.getitem, blocks, i) for i in range(len(value_of(blocks)))]
 
@@ -207,9 +207,7 @@ class _Writer:
             nodes = [made(site, each) for each in parts]
             graph, before = self._set_before(site, scope)
             with graph.inserting_before(before):
-                read, bias = (
-                    self.make.method(graph, "detach", node) if requires_grad(value_of(node)) else node for node in nodes
-                )
+                read, bias = (self._without_gradient(graph, node) for node in nodes)
                 self.copies[shared] = self.make.call(graph, _glue.row_offsets.default, read, bias, mask.kind)
         return self.make.brought_to(self.copies[shared], scope, site.scope)
 
@@ -251,6 +249,9 @@ class _Writer:
         if elements.dtype is not None:
             node = self.make.method(node.graph, "to", node, elements.dtype)
         return self.make.call(node.graph, torch.mul, node, elements.factor) if elements.factor != 1 else node
+
+    def _without_gradient(self, graph: fx.Graph, node: fx.Node) -> fx.Node:
+        return self.make.method(graph, "detach", node) if requires_grad(value_of(node)) else node
 
     def _copy(self, graph: fx.Graph, node: fx.Node) -> fx.Node:
         copies = self.make.call(graph, _glue.materialized.default, [node])
