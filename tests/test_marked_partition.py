@@ -21,7 +21,7 @@ from glue_compiler.marked_partition import _excess
 from glue_compiler.ops.device_rates import Rates
 from glue_compiler.options import GlueOptions
 from glue_compiler.passes import plan_memory
-from glue_compiler.passes.plan_memory import predict
+from glue_compiler.passes.plan_memory import moves
 from glue_compiler.pipeline import Pipeline
 from glue_compiler.testing import capture
 from tests.captured import compile_with_glue
@@ -75,7 +75,7 @@ def refuse(monkeypatch):
 
 @pytest.fixture
 def hides_all(monkeypatch):
-    monkeypatch.setattr(predict, "LEAST", 0.0)
+    monkeypatch.setattr(moves, "LEAST", 0.0)
     monkeypatch.setattr(plan_memory, "rates_of", lambda device: Rates(flops=1e9, memory=1e8, link=1e12))
 
 

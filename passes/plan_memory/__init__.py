@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -44,8 +45,9 @@ class PlanMemory(JointPass):
     the host.
 
     Counts, predicted: ``peak`` bytes and ``microseconds`` of a step; ``least_peak`` and ``least_microseconds``: of any
-    plan that was looked at; ``saved_bytes``, of which ``moved_bytes`` are copied; the number of ``recomputed`` kernels,
-    and that of the ``plans`` that were looked at.
+    plan that was looked at; ``gap_microseconds``: no plan over the same segments that fits is faster by more (see
+    ``Plan.gap``; there is none where nothing fits); ``saved_bytes``, of which ``moved_bytes`` are copied; the number of
+    ``recomputed`` kernels, and that of the ``plans`` that were looked at.
 
     Bitwise as long as operators run one by one: a compiler that fuses rounds a tensor that is written out.
     """
@@ -131,7 +133,7 @@ class PlanMemory(JointPass):
         if not context.fuel.take("keep, recompute and move by plan"):
             return PassResult(changed=False, counts=counts, skips=skips)
         _write(plan, step, nodes)
-        predictor = Predictor(step, plan.segments, rates, movable, fuses=fuses)
+        predictor = Predictor(step, plan.segments, rates, fuses=fuses)
         drawing = drawing_of(plan, step, predictor, budget)
         return PassResult(changed=True, counts=counts, skips=skips, drawing=drawing)
 
@@ -188,7 +190,8 @@ def _write(plan: Plan, step: Step, nodes: list[fx.Node]) -> None:
 
 
 def _counts(step: Step, plan: Plan) -> Mapping[str, int]:
-    return {
+    gap = {} if math.isinf(plan.gap) else {"gap_microseconds": round(plan.gap * 1e6)}
+    return gap | {
         "peak": plan.peak,
         "microseconds": round(plan.seconds * 1e6),
         "least_microseconds": round(plan.least_seconds * 1e6),

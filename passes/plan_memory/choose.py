@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import networkx
+from networkx.algorithms.flow import boykov_kolmogorov
 
 from glue_compiler.passes.plan_memory.segments import Segments
 from glue_compiler.passes.plan_memory.step import Step
@@ -28,19 +29,26 @@ Edge = tuple[Any, Any, float]
 
 @dataclass(frozen=True)
 class Prices:
-    """Seconds that a saved byte costs: ``price``, and ``higher`` for values at places in front of ``border``."""
+    """Seconds that a saved byte costs: ``price``, and ``higher`` for values at places in front of ``border``; nothing
+    for those that are ``free``, because they wait on the host."""
 
     price: float
     border: int = 0
     higher: float = 0.0
+    free: frozenset[int] = frozenset()
 
-    def of(self, places: Sequence[int]) -> Prices:
-        """The same for these places, in order, alone: one price, where all of them pay the same."""
+    def of(self, places: Sequence[int], read: Collection[int]) -> Prices:
+        """The same for these places, in order, with what they ``read``, alone: one price, where all pay the same."""
+        free = self.free and frozenset(place for place in (*places, *read) if place in self.free)
         if not places or places[0] >= self.border:
-            return Prices(self.price)
-        return Prices(self.higher) if places[-1] < self.border else self
+            return Prices(self.price, free=free)
+        if places[-1] < self.border:
+            return Prices(self.higher, free=free)
+        return Prices(self.price, self.border, self.higher, free)
 
     def at(self, place: int) -> float:
+        if place in self.free:
+            return 0.0
         return self.higher if place < self.border else self.price
 
 
@@ -50,6 +58,14 @@ class Choice:
 
     saved: frozenset[int]
     recomputed: frozenset[int]
+
+
+class _Cut(NamedTuple):
+    """Indices of what is saved and of what is recomputed; ``seconds`` of both."""
+
+    saved: frozenset[int]
+    recomputed: frozenset[int]
+    seconds: float
 
 
 @dataclass
@@ -62,7 +78,7 @@ class Chooser:
     step: Step
     segments: Segments
     memory: float
-    _cuts: dict[Any, tuple[frozenset[int], frozenset[int]]] = field(default_factory=dict)
+    _cuts: dict[Any, _Cut] = field(default_factory=dict)
     _at_price: dict[tuple[int, Prices], tuple[set[int], set[int]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -84,6 +100,7 @@ class Chooser:
         self._members: dict[int, list[int]] = {}
         for place in sorted(self._relevant):
             self._members.setdefault(self._home[place], []).append(place)
+        self._outside = {number: self._read_from_outside(members) for number, members in self._members.items()}
 
     @property
     def home(self) -> Mapping[int, int]:
@@ -95,7 +112,7 @@ class Chooser:
         saved: set[int] = set()
         recomputed: set[int] = set()
         for number, members in self._members.items():
-            own = prices.of(members)
+            own = prices.of(members, self._outside[number])
             if (number, own) not in self._at_price:
                 self._at_price[number, own] = self._cut(number, own)
             kept, again = self._at_price[number, own]
@@ -104,15 +121,9 @@ class Chooser:
         return Choice(frozenset(saved), frozenset(recomputed - saved))
 
     def _cut(self, number: int, prices: Prices) -> tuple[set[int], set[int]]:
-        members = self._members[number]
-        read = {self._memory_of(place) for m in members for place in self.step.values[m].inputs}
-        outside = sorted(place for place in read - set(members) if place is not None)
-        local = {place: index for index, place in enumerate((*outside, *members))}
-        edges = tuple(self._edges(members, outside, local, prices))
-        if edges not in self._cuts:
-            self._cuts[edges] = _minimum_cut(edges)
+        members, outside = self._members[number], self._outside[number]
         names = (*outside, *members)
-        kept, again = self._cuts[edges]
+        kept, again, _ = self._minimum_cut(number, prices)
         saved = {names[index] for index in kept}
         computed = {names[index] for index in again if index >= len(outside)} - saved
         views = self._views_read_by(computed)
@@ -120,6 +131,30 @@ class Chooser:
         elements = {place for place in views if self.step.is_element(place)}
         elements = {place for place in elements if self.step.values[place].root not in computed}
         return saved | elements, computed | (views - elements)
+
+    def _minimum_cut(self, number: int, prices: Prices, *, pays_once: bool = False) -> _Cut:
+        members, outside = self._members[number], self._outside[number]
+        local = {place: index for index, place in enumerate((*outside, *members))}
+        edges = tuple(self._edges(members, outside, local, prices, pays_once))
+        if edges not in self._cuts:
+            self._cuts[edges] = _minimum_cut(edges)
+        return self._cuts[edges]
+
+    def least_seconds(self, price: float) -> float:
+        """No choice takes less, where each saved byte takes ``price`` seconds: a bound, by the same costs as choices.
+
+        A value at a border counts once: in its own segment if backward itself needs it, else in those that read it.
+        """
+        return sum(self._minimum_cut(number, Prices(price), pays_once=True).seconds for number in self._members)
+
+    def seconds(self, choice: Choice) -> float:
+        """Of a choice, by these costs, where a saved byte has no price."""
+        recomputed = sum(self._again(place) for place in choice.recomputed if not self.step.values[place].is_symbol)
+        return recomputed + sum(self._price(place, 0.0) for place in choice.saved)
+
+    def _read_from_outside(self, members: Sequence[int]) -> list[int]:
+        read = {self._memory_of(place) for m in members for place in self.step.values[m].inputs}
+        return sorted(place for place in read - set(members) if place is not None)
 
     def _memory_of(self, place: int) -> int | None:
         """A view of what lies outside is there when its memory is; None for what always is."""
@@ -138,7 +173,12 @@ class Chooser:
         return found
 
     def _edges(
-        self, members: Sequence[int], outside: Sequence[int], local: Mapping[int, int], prices: Prices
+        self,
+        members: Sequence[int],
+        outside: Sequence[int],
+        local: Mapping[int, int],
+        prices: Prices,
+        pays_once: bool,
     ) -> list[Edge]:
         """``i`` → ``~i``: the price of saving a value. Source → ``i``: the time to compute it again.
 
@@ -150,7 +190,7 @@ class Chooser:
         for place in outside:
             # A border value is paid for by each segment that reads it, in parts.
             share = max(1, len(self._readers.get(self.step.values[place].root, ())))
-            price = self._price(place, prices.at(place)) / share
+            price = 0.0 if pays_once and place in self.step.needed else self._price(place, prices.at(place)) / share
             edges += [(SOURCE, local[place], ALWAYS), (local[place], ~local[place], price)]
         for place in members:
             value, index = self.step.values[place], local[place]
@@ -159,7 +199,8 @@ class Chooser:
                 again = 0.0
             if again:
                 edges.append((SOURCE, index, again))
-            edges.append((index, ~index, self._price(place, prices.at(place))))
+            is_paid = pays_once and place in self._crossing and place not in self.step.needed
+            edges.append((index, ~index, 0.0 if is_paid else self._price(place, prices.at(place))))
             needed = {read if read in own else self._memory_of(read) for read in value.inputs}
             edges += [(~local[operand], index, ALWAYS) for operand in sorted(n for n in needed if n is not None)]
             if place in self.step.needed:
@@ -195,16 +236,16 @@ def _upwards(step: Step, needed: Collection[int]) -> set[int]:
     return found
 
 
-def _minimum_cut(edges: Sequence[Edge]) -> tuple[frozenset[int], frozenset[int]]:
-    """Indices of what is saved and of what is recomputed."""
+def _minimum_cut(edges: Sequence[Edge]) -> _Cut:
     graph = networkx.DiGraph()
     graph.add_nodes_from((SOURCE, SINK))
-    for tail, head, capacity in edges:
+    for tail, head, seconds in edges:
         # Whole numbers: sums of floats are rounded, and an edge that is almost full is none of the cut.
-        graph.add_edge(tail, head, capacity=capacity if capacity == ALWAYS else round(capacity / UNIT))
-    _, (before, after) = networkx.minimum_cut(graph, SOURCE, SINK)
-    assert not any(capacity == ALWAYS and tail in before and head in after for tail, head, capacity in edges)
+        graph.add_edge(tail, head, capacity=seconds if seconds == ALWAYS else round(seconds / UNIT))
+    capacity, (before, after) = networkx.minimum_cut(graph, SOURCE, SINK, flow_func=boykov_kolmogorov)
+    assert not any(seconds == ALWAYS and tail in before and head in after for tail, head, seconds in edges)
     saved = frozenset(
         tail for tail, head, _ in edges if isinstance(tail, int) and head == ~tail and tail in before and head in after
     )
-    return saved, frozenset(index for index in after if isinstance(index, int) and index >= 0)
+    recomputed = frozenset(index for index in after if isinstance(index, int) and index >= 0)
+    return _Cut(saved, recomputed, capacity * UNIT)

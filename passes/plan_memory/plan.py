@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from glue_compiler.ops.device_rates import Rates
-from glue_compiler.passes.plan_memory.choose import Chooser, Prices
+from glue_compiler.passes.plan_memory.choose import Choice, Chooser, Prices
+from glue_compiler.passes.plan_memory.moves import fill_link, worth_of
 from glue_compiler.passes.plan_memory.predict import Predictor
 from glue_compiler.passes.plan_memory.segments import segmentations
 from glue_compiler.passes.plan_memory.step import Step
 
+MOVES = ("nothing", "saved", "full")
+"""What may wait on the host, in the order in which plans are looked at: of what is saved anyway, or until the link is
+full, for which more is saved."""
+ROUNDS = 2
+"""So many times the link's room is filled anew, when what was to be moved turns out not to be saved."""
 SPLITS = 8
 """So many times the border between values of two prices is moved by half of what is left."""
 SECONDS = 10.0
@@ -30,6 +37,8 @@ class Plan:
         recomputed: backward computes them again.
         segments: by place, the segment of each.
         seconds, peak: of a step, predicted; bytes of the device. kept: of these, what waits there for backward.
+        gap: by the costs that values are chosen by, no plan over the same segments that fits is faster by more seconds:
+            proved, by the dual bound. Infinite where the plan does not fit.
         least_seconds: no plan that was looked at is faster, at any budget. least_peak: none takes less.
         looked_at: how many that were; ``is_cut``: there was no time for the others.
     """
@@ -41,6 +50,7 @@ class Plan:
     seconds: float
     peak: int
     kept: int = 0
+    gap: float = math.inf
     least_seconds: float = math.inf
     least_peak: int = 0
     looked_at: int = 1
@@ -75,16 +85,21 @@ def plan_memory(
     """
     end = clock() + seconds
     plans: list[Plan] = []
+    planners: dict[int, _Planner] = {}
     is_cut = False
-    for plan in _plans(step, rates, budget, may_move, fuses, waiting):
+    for planner, plan in _plans(step, rates, budget, may_move, fuses, waiting):
         plans.append(plan)
+        planners[id(plan)] = planner
         if is_cut := clock() >= end:
             break
     least = min(plan.seconds for plan in plans)
     fitting = [plan for plan in plans if plan.held(waiting) <= budget]
     best = min(fitting, key=_by_time) if fitting else min(plans, key=lambda plan: (plan.held(waiting), plan.seconds))
+    gap = planners[id(best)].gap(best, budget) if fitting else math.inf
     lowest = min(plan.peak for plan in plans)
-    return dataclasses.replace(best, least_seconds=least, least_peak=lowest, looked_at=len(plans), is_cut=is_cut)
+    return dataclasses.replace(
+        best, gap=gap, least_seconds=least, least_peak=lowest, looked_at=len(plans), is_cut=is_cut
+    )
 
 
 def _by_time(plan: Plan) -> tuple[float, int]:
@@ -93,20 +108,68 @@ def _by_time(plan: Plan) -> tuple[float, int]:
 
 @dataclass(frozen=True)
 class _Planner:
-    """Plans over one way to cut the forward into segments. ``moves``: may values wait on the host?
-    ``waiting``: as for :func:`plan_memory`."""
+    """Plans over one way to cut the forward into segments.
+
+    Attributes:
+        prices: from nothing on, at which choices are made.
+        may_move: what could wait on the host; moves: of that, see ``MOVES``.
+        waiting: as for :func:`plan_memory`.
+    """
 
     chooser: Chooser
     predictor: Predictor
-    moves: bool
+    prices: Sequence[float]
+    may_move: Collection[int]
+    moves: str
     waiting: int
 
     def plan(self, prices: Prices) -> Plan:
-        choice = self.chooser.choose(prices)
-        found = self.predictor.predict(choice, self.moves)
+        choice, moved = self.chooser.choose(prices), frozenset[int]()
+        if self.moves == "saved":
+            moved = self._fill(choice, dict.fromkeys(choice.saved, 0.0))
+        elif self.moves == "full":
+            choice, moved = self._with_moves(prices, choice)
+        found = self.predictor.predict(choice, moved)
         values = self.chooser.step.values
-        kept = sum(values[place].nbytes for place in choice.saved - found.moved)
-        return Plan(choice.saved, found.moved, choice.recomputed, self.chooser.home, found.seconds, found.peak, kept)
+        kept = sum(values[place].nbytes for place in choice.saved - moved)
+        return Plan(choice.saved, moved, choice.recomputed, self.chooser.home, found.seconds, found.peak, kept)
+
+    def _with_moves(self, prices: Prices, choice: Choice) -> tuple[Choice, frozenset[int]]:
+        """What is moved pays no price, so that more is saved, which leaves something else to be moved."""
+        worth, free = dict(self._worth), frozenset[int]()
+        for _ in range(ROUNDS):
+            free = self._fill(choice, worth)
+            choice = self.chooser.choose(dataclasses.replace(prices, free=free))
+            if not (unsaved := free - choice.saved):
+                break
+            for place in unsaved:
+                del worth[place]
+        groups = self.predictor.groups(choice)
+        return choice, frozenset(place for place in free & choice.saved if place in groups)
+
+    def _fill(self, choice: Choice, worth: Mapping[int, float]) -> frozenset[int]:
+        groups = self.predictor.groups(choice)
+        movable = {place: groups[place] for place in groups if place in self.may_move}
+        return fill_link(self.chooser.step, movable, worth, self.predictor.times(choice), self.predictor.rates)
+
+    def gap(self, plan: Plan, budget: int) -> float:
+        """See :class:`Plan`. Source: Lagrangian relaxation of the budget.
+
+        What is saved is on the device when the forward ends, or was copied from there by then. To wait for a copy takes
+        ``1 / link`` seconds a byte, so at no higher price is a byte that is waited for cheaper than a saved one.
+        """
+        link = self.predictor.rates.link
+        choice = Choice(plan.saved, plan.recomputed)
+        own = self.chooser.seconds(choice) + self.predictor.copying(choice, plan.moved)
+        room = (budget - self.chooser.step.input_bytes) / (1 + self.waiting)
+        if self.may_move:
+            room += sum(self.predictor.times(choice).forward.values()) * link
+        prices = [price for price in self.prices if not self.may_move or price <= 1 / link]
+        return max(0.0, own - max(self.chooser.least_seconds(price) - price * room for price in prices))
+
+    @functools.cached_property
+    def _worth(self) -> Mapping[int, float]:
+        return worth_of((price, self.chooser.choose(Prices(price))) for price in self.prices)
 
     def between(self, lower: tuple[float, Plan], higher: tuple[float, Plan], budget: int) -> Iterator[Plan]:
         """Two prices with their plans, of which that of the higher one fits: the fewest values, from the first on, pay
@@ -125,24 +188,27 @@ class _Planner:
 
 def _plans(
     step: Step, rates: Rates, budget: int, may_move: Collection[int], fuses: bool, waiting: int
-) -> Iterator[Plan]:
+) -> Iterator[tuple[_Planner, Plan]]:
     prices = _prices(step, rates)
     planners = []
     for segments in segmentations(step):
         chooser = Chooser(step, segments, rates.memory)
-        predictor = Predictor(step, chooser.home, rates, may_move, fuses=fuses)
+        predictor = Predictor(step, chooser.home, rates, fuses=fuses)
         planners += [
-            _Planner(chooser, predictor, moves, waiting) for moves in ((False, True) if may_move else (False,))
+            _Planner(chooser, predictor, prices, may_move, moves, waiting)
+            for moves in (MOVES if may_move else MOVES[:1])
         ]
-        yield planners[-1].plan(Prices(prices[-1]))  # if there is no time for more: what takes little memory
+        # If there is no time for more: what takes little memory.
+        yield planners[-1], planners[-1].plan(Prices(prices[-1]))
     for planner in planners:
         at_price = {}
         for price in reversed(prices):
             at_price[price] = planner.plan(Prices(price))
-            yield at_price[price]
+            yield planner, at_price[price]
         for price, higher in pairwise(prices):
             if at_price[price].held(waiting) > budget >= at_price[higher].held(waiting):
-                yield from planner.between((price, at_price[price]), (higher, at_price[higher]), budget)
+                between = planner.between((price, at_price[price]), (higher, at_price[higher]), budget)
+                yield from ((planner, plan) for plan in between)
 
 
 def _prices(step: Step, rates: Rates) -> list[float]:

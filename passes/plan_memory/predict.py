@@ -16,15 +16,8 @@ from itertools import accumulate, pairwise
 from glue_compiler.fx.fused_reads import last_reads
 from glue_compiler.ops.device_rates import Rates
 from glue_compiler.passes.plan_memory.choose import Choice
+from glue_compiler.passes.plan_memory.moves import Times, copying_seconds
 from glue_compiler.passes.plan_memory.step import Step
-
-HIDDEN = 0.65
-"""The share of a segment's time that its neighbour's copies may fill."""
-LEAST = 0.5e-3
-"""Seconds that copying takes at least for a value to be worth it: several times what its start and wait cost."""
-MOVING = 0.02
-"""Seconds that a second of copying beside compute costs, for both read the same memory."""
-
 
 Lives = Mapping[int, tuple[int, int, int]]
 """By value, its first and last place on the device, and its bytes."""
@@ -32,11 +25,10 @@ Lives = Mapping[int, tuple[int, int, int]]
 
 @dataclass(frozen=True)
 class Prediction:
-    """``seconds`` of a step, ``peak`` bytes; ``moved``: places of what waits for backward on the host."""
+    """``seconds`` of a step, ``peak`` bytes."""
 
     seconds: float
     peak: int
-    moved: frozenset[int]
 
 
 @dataclass(frozen=True)
@@ -60,15 +52,12 @@ class Predictor:
 
     Args:
         home: the segment of each value that a choice names.
-        may_move: can a copy of this value wait on the host?
         fuses: does a compiler fuse what lies between kernels? Else every value is in memory.
     """
 
-    def __init__(
-        self, step: Step, home: Mapping[int, int], rates: Rates, may_move: Collection[int], *, fuses: bool = True
-    ) -> None:
+    def __init__(self, step: Step, home: Mapping[int, int], rates: Rates, *, fuses: bool = True) -> None:
         self.step, self.home, self.rates = step, home, rates
-        self._may_move, self._fuses = set(may_move), fuses
+        self._fuses = fuses
         self._seconds = [
             value.seconds if value.is_kernel or place in step.realised else 0.0
             for place, value in enumerate(step.values)
@@ -76,33 +65,56 @@ class Predictor:
         self._operands = [frozenset(step.values[read].root for read in value.inputs) for value in step.values]
         self._orders: dict[Choice, _Backward] = {}
         self._predicted: dict[tuple[Choice, frozenset[int]], Prediction] = {}
+        self._groups: dict[Choice, Mapping[int, int]] = {}
         self._backward = [place for place, value in enumerate(step.values) if value.is_backward]
         self._forward_index = {place: index for index, place in enumerate(step.forward)}
         segments = sorted(set(home.values()) | {0})
         self._ends = self._forward_ends(segments)
-        self._last_segment = segments[-1]
         self._time_of_forward = dict.fromkeys(segments, 0.0)
         for place in step.forward:
             if place in home:
                 self._time_of_forward[home[place]] += self._seconds[place]
         self._base_seconds = sum(self._seconds[place] for place in (*step.forward, *self._backward))
 
-    def predict(self, choice: Choice, moves: bool) -> Prediction:
-        """``moves``: may values wait on the host, as many as are copied while others compute?"""
-        back = self._order_of_backward(choice)
-        moved = self._moved(choice, back) if moves else frozenset()
+    def predict(self, choice: Choice, moved: frozenset[int] = frozenset()) -> Prediction:
+        """``moved``: of what is saved, what waits for backward on the host; each is in :meth:`groups`."""
         key = choice, moved
         if key not in self._predicted:
-            self._predicted[key] = Prediction(self._time(choice, moved, back), self._peak(choice, moved, back), moved)
+            back = self._order_of_backward(choice)
+            self._predicted[key] = Prediction(self._time(choice, moved, back), self._peak(choice, moved, back))
         return self._predicted[key]
+
+    def copying(self, choice: Choice, moved: Collection[int]) -> float:
+        """Seconds that copies add to a step."""
+        return copying_seconds(self.step, self.groups(choice), moved, self.times(choice), self.rates)
+
+    def times(self, choice: Choice) -> Times:
+        return Times(self._time_of_forward, self._order_of_backward(choice).duration)
+
+    def groups(self, choice: Choice) -> Mapping[int, int]:
+        """By value, the segment whose values it would be moved with: the one that computes from it again, else its own.
+
+        What several segments compute from is needed all through backward, and is not there.
+        """
+        if choice not in self._groups:
+            readers: dict[int, set[int]] = {}
+            for place in choice.recomputed:
+                for root in self._operands[place]:
+                    if root in self.home and self.home[root] != self.home[place]:
+                        readers.setdefault(root, set()).add(self.home[place])
+            self._groups[choice] = {
+                place: min(readers.get(place, {number}))
+                for place, number in self.home.items()
+                if len(readers.get(place, ())) <= 1
+            }
+        return self._groups[choice]
 
     def _time(self, choice: Choice, moved: Collection[int], back: _Backward) -> float:
         extra = sum(self._seconds[place] for place in back.again)
         written = sum(self.step.values[p].nbytes for p in choice.saved if p not in self.step.realised)
-        copied = sum(self.step.values[place].nbytes for place in moved)
         read = sum(self.step.values[p].nbytes for p in choice.saved)
         traffic = (written + read) / self.rates.memory
-        return self._base_seconds + extra + traffic + MOVING * 2 * copied / self.rates.link
+        return self._base_seconds + extra + traffic + self.copying(choice, moved)
 
     def _peak(self, choice: Choice, moved: Collection[int], back: _Backward) -> int:
         ahead = self._total(self._lives_in_forward(choice, moved), self.step.forward)
@@ -187,28 +199,10 @@ class Predictor:
             duration[number] = times[end] - times[start]
         return begins, duration
 
-    def _moved(self, choice: Choice, back: _Backward) -> frozenset[int]:
-        """In each segment but the last, as much as is copied out and back while its neighbour computes."""
-        by_segment: dict[int, list[int]] = {}
-        for place in choice.saved & self._may_move:
-            if self.step.values[place].nbytes >= LEAST * self.rates.link and place in back.first:
-                by_segment.setdefault(self.home[place], []).append(place)
-        moved: set[int] = set()
-        for number, places in by_segment.items():
-            if number >= self._last_segment - 1:
-                continue
-            seconds = min(self._time_of_forward.get(number + 1, 0.0), back.duration.get(number + 1, 0.0))
-            room = HIDDEN * seconds * self.rates.link
-            for place in sorted(places, key=lambda p: (-self.step.values[p].nbytes, p)):
-                if self.step.values[place].nbytes <= room:
-                    room -= self.step.values[place].nbytes
-                    moved.add(place)
-        return frozenset(moved)
-
     def _lives_in_forward(self, choice: Choice, moved: Collection[int]) -> Lives:
         values, index = self.step.values, self._forward_index
         last, inlined = self._last_reads(self.step.forward, choice)
-        end = len(index)
+        end, groups = len(index), self.groups(choice)
         kept = (choice.saved - set(moved)) | {values[place].root for place in self.step.outputs}
         lives = []
         for place, at in index.items():
@@ -219,17 +213,17 @@ class Predictor:
             if place in kept:
                 over, counts = end - 1, True
             elif place in moved:
-                over = max(over, self._ends.get(self.home[place] + 1, end) - 1)
+                over = max(over, self._ends.get(groups[place] + 1, end) - 1)
             lives.append((place, at, over, counts))
         return self._on_the_device(list(self.step.forward), lives)
 
     def _lives_in_backward(self, choice: Choice, moved: Collection[int], back: _Backward) -> Lives:
         values, order = self.step.values, back.order
         last, inlined = self._last_reads(order, choice)
-        lives = []
+        lives, groups = [], self.groups(choice)
         for place in choice.saved:
             if place in last and values[place].nbytes:
-                start = back.begins.get(self.home[place] + 1, 0) if place in moved else 0
+                start = back.begins.get(groups[place] + 1, 0) if place in moved else 0
                 lives.append((place, min(start, back.first[place]), last[place], True))
         kept = {values[place].root for place in self.step.gradients}
         for at, place in enumerate(order):

@@ -14,7 +14,7 @@ from tests.passes.plan_memory.steps import MIB, RATES, chain
 
 def drawn(step, budget, movable=frozenset()):
     plan = plan_memory(step, RATES, budget, movable)
-    return plan, drawing_of(plan, step, Predictor(step, plan.segments, RATES, movable), budget)
+    return plan, drawing_of(plan, step, Predictor(step, plan.segments, RATES), budget)
 
 
 @pytest.mark.parametrize("budget", [2**40, 40 * MIB, 24 * MIB, 1])

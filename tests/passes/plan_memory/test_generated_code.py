@@ -15,7 +15,7 @@ from torch._inductor.utils import run_and_get_code
 
 from glue_compiler.ops.device_rates import Rates
 from glue_compiler.passes import plan_memory
-from glue_compiler.passes.plan_memory import predict
+from glue_compiler.passes.plan_memory import moves
 from tests.captured import compile_with_glue
 from tests.passes.overlap_offload.models import Block, step
 
@@ -118,7 +118,7 @@ def forward_code(kind, **how):
 @pytest.fixture(autouse=True)
 def all_of_it_moves(monkeypatch):
     """Computing again takes for ever, and copying no time."""
-    monkeypatch.setattr(predict, "LEAST", 0.0)
+    monkeypatch.setattr(moves, "LEAST", 0.0)
     monkeypatch.setattr(plan_memory, "rates_of", lambda device: Rates(flops=1e6, memory=1e8, link=1e12))
     monkeypatch.setattr(plan_memory.PlanMemory, "excess", lambda self, pair, context: 0)
     own = plan_memory.plan_memory

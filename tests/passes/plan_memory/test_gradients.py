@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from glue_compiler.errors import GlueWarning
 from glue_compiler.ops.device_rates import Rates
 from glue_compiler.passes import plan_memory
-from glue_compiler.passes.plan_memory import predict
+from glue_compiler.passes.plan_memory import moves
 from tests.captured import compile_with_glue
 from tests.passes.overlap_offload.models import equal, gradients
 
@@ -136,7 +136,7 @@ MODELS = {
 def in_double_precision(monkeypatch):
     torch.set_default_dtype(torch.float64)
     # All that may move does where the plan is for it.
-    monkeypatch.setattr(predict, "LEAST", 0.0)
+    monkeypatch.setattr(moves, "LEAST", 0.0)
     monkeypatch.setattr(plan_memory, "rates_of", lambda device: Rates(flops=1e9, memory=1e8, link=1e9))
     yield
     torch.set_default_dtype(torch.float32)

@@ -19,7 +19,7 @@ from glue_compiler.fx import joint_graphs
 from glue_compiler.graph_pass import Numerics, Stage
 from glue_compiler.ops.device_rates import Rates
 from glue_compiler.passes import plan_memory
-from glue_compiler.passes.plan_memory import predict
+from glue_compiler.passes.plan_memory import moves
 from glue_compiler.pipeline import PassReport
 from tests.captured import compile_with_glue
 from tests.passes.overlap_offload.models import Block, Blocks, equal, step
@@ -115,7 +115,7 @@ def test_what_a_policy_insists_on_stays():
 
 
 def test_what_compute_hides_is_moved(monkeypatch):
-    monkeypatch.setattr(predict, "LEAST", 0.0)
+    monkeypatch.setattr(moves, "LEAST", 0.0)
     monkeypatch.setattr(plan_memory, "rates_of", lambda device: Rates(flops=1e9, memory=1e8, link=1e12))
     model, x = Plain(8), torch.randn(256, 16)
     large, _ = planned(model, x, memory_budget=2**40)

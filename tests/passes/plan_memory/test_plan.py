@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 
 import pytest
 
@@ -114,21 +116,106 @@ def test_of_equal_values_in_one_segment_some_are_kept():
         assert plan.held(15) <= budget
 
 
-def test_moves_are_those_that_compute_hides():
+def movable(step):
+    return frozenset(place for place, value in enumerate(step.values) if value.nbytes)
+
+
+@pytest.mark.parametrize("budget", [2**40, 40, 24])
+def test_moves_are_those_that_compute_hides(budget):
     step = chain(12, product_seconds=0.1)
-    everything = frozenset(place for place, value in enumerate(step.values) if value.nbytes)
-    one = chooser(step)
-    predictor = Predictor(step, one.home, RATES, everything)
-    choice = one.choose(Prices(0.0))
-    moved = predictor.predict(choice, moves=True)
-    assert moved.moved <= choice.saved
-    assert moved.peak < predictor.predict(choice, moves=False).peak
+    plan = plan_memory(step, RATES, budget * MIB, movable(step))
+    assert plan.moved <= plan.saved
+    one = Chooser(step, plan.segments, RATES.memory)
+    choice = Choice(plan.saved, plan.recomputed)
+    predictor = Predictor(step, one.home, RATES)
+    assert plan.peak <= predictor.predict(choice).peak
     last = max(one.home.values())
-    assert all(one.home[place] < last - 1 for place in moved.moved)
-    # With nothing to hide behind, nothing moves.
+    groups = predictor.groups(choice)
+    assert all(groups[place] < last - 1 for place in plan.moved)
+    times = predictor.times(choice)
+    for number in set(groups.values()):
+        nbytes = sum(step.values[place].nbytes for place in plan.moved if groups[place] == number)
+        assert nbytes <= times.hides(number) * RATES.link
+    assert bool(plan.moved) == (budget < 2**40)
+
+
+def test_with_nothing_to_hide_behind_nothing_moves():
     quick = chain(12, product_seconds=1e-6)
-    other = chooser(quick)
-    assert not Predictor(quick, other.home, RATES, everything).predict(other.choose(Prices(0.0)), moves=True).moved
+    assert not plan_memory(quick, RATES, 24 * MIB, movable(quick)).moved
+
+
+def test_what_is_moved_may_be_what_would_be_computed_again():
+    """The link has room for more than what is saved anyway, and what it takes need not be computed again."""
+    step = chain(12, product_seconds=0.1)
+    with_moves, without = (plan_memory(step, RATES, 24 * MIB, may_move) for may_move in (movable(step), ()))
+    again = [sum(step.values[place].is_kernel for place in plan.recomputed) for plan in (with_moves, without)]
+    assert again[0] < again[1]
+    assert with_moves.seconds < without.seconds
+    assert with_moves.moved & without.recomputed
+
+
+def test_a_value_moves_with_the_segment_that_computes_from_it():
+    step = chain(6)
+    one = chooser(step)
+    choice = one.choose(Prices(1.0))
+    groups = Predictor(step, one.home, RATES).groups(choice)
+    for place in choice.saved:
+        read_by = {one.home[other] for other in choice.recomputed if place in step.values[other].inputs}
+        assert groups[place] == min(read_by - {one.home[place]}, default=one.home[place])
+
+
+def test_what_two_segments_compute_from_does_not_move():
+    step = chain(6)
+    values = list(step.values)
+    first, later = 5, 14  # what the first layer returns is read by the third one's product, too
+    assert values[later].is_kernel
+    values[later] = dataclasses.replace(values[later], inputs=(*values[later].inputs, first))
+    changed = dataclasses.replace(step, values=tuple(values))
+    one = Chooser(changed, next(segmentations(step)), RATES.memory)
+    choice = one.choose(Prices(1.0))
+    assert first in choice.saved
+    assert first not in Predictor(changed, one.home, RATES).groups(choice)
+    assert first in Predictor(step, one.home, RATES).groups(chooser(step).choose(Prices(1.0)))
+
+
+@pytest.mark.parametrize(("product_seconds", "is_hidden"), [(0.05, True), (0.005, False)])
+def test_what_the_link_cannot_copy_in_time_is_waited_for(product_seconds, is_hidden):
+    step = chain(6, product_seconds)  # a segment has two products
+    one = chooser(step)
+    choice = one.choose(Prices(0.0))
+    predictor = Predictor(step, one.home, RATES)
+    wide = next(place for place in sorted(choice.saved) if step.values[place].nbytes == 4 * MIB)
+    waited = predictor.predict(choice, frozenset({wide})).seconds - predictor.predict(choice).seconds
+    copying = 4 * MIB / RATES.link
+    assert (waited < 0.1 * copying) == is_hidden
+    assert (waited > 0.5 * copying) == (not is_hidden)
+
+
+def test_no_plan_is_faster_than_the_bound_says():
+    """Every choice of two layers, keep or compute again, beside the gap of the plan that is made."""
+    step = chain(2, product_seconds=0.05)
+    segments_of = next(segmentations(step))
+    one = Chooser(step, segments_of, RATES.memory)
+    free = sorted(place for place in one.home if step.values[place].nbytes == 4 * MIB)
+    for budget in (12, 16, 20, 2**20):
+        plan = plan_memory(step, RATES, budget * MIB, ())
+        assert 0 <= plan.gap < math.inf
+        own = Chooser(step, plan.segments, RATES.memory)
+        seconds = own.seconds(Choice(plan.saved, plan.recomputed))
+        always = plan.saved - set(free)
+        predictor = Predictor(step, own.home, RATES)
+        for count in range(len(free) + 1):
+            for kept in itertools.combinations(free, count):
+                choice = Choice(always | set(kept), (plan.recomputed | set(free)) - set(kept) - always)
+                if predictor.predict(choice).peak <= budget * MIB:
+                    assert own.seconds(choice) >= seconds - plan.gap - 1e-9
+
+
+def test_without_a_budget_the_plan_is_proved_to_be_the_fastest():
+    step = chain(8)
+    plan = plan_memory(step, RATES, 2**40, ())
+    assert plan.gap < 1e-6
+    assert plan_memory(step, RATES, 1, ()).gap == math.inf
 
 
 @pytest.mark.parametrize("fuses", [False, True])
@@ -142,14 +229,14 @@ def test_a_gradient_that_backward_gets_is_there_until_it_is_read(fuses):
         assert tangent not in heavy[place].inputs
     one = chooser(step)
     choice = one.choose(Prices(0.0))
-    light = Predictor(step, one.home, RATES, (), fuses=fuses)
-    loaded = Predictor(dataclasses.replace(step, values=tuple(heavy)), one.home, RATES, (), fuses=fuses)
+    light = Predictor(step, one.home, RATES, fuses=fuses)
+    loaded = Predictor(dataclasses.replace(step, values=tuple(heavy)), one.home, RATES, fuses=fuses)
     ahead, back, _, order = loaded.lives(choice, ())
     assert ahead == light.lives(choice, ())[0]
     at, over, nbytes = back[tangent]
     assert (at, nbytes) == (0, 64 * MIB)
     assert over < len(order) - 1
-    assert loaded.predict(choice, moves=False).peak == light.predict(choice, moves=False).peak + 64 * MIB
+    assert loaded.predict(choice).peak == light.predict(choice).peak + 64 * MIB
 
 
 def test_an_element_belongs_to_the_segment_of_its_operator():
@@ -229,11 +316,11 @@ def test_a_value_that_is_inlined_takes_no_memory(is_pointwise):
     )
     step = Step(values, tuple(range(7)), (6,), (8,), 0, {})
     home, choice = dict.fromkeys(range(1, 7), 0), Choice(frozenset({6}), frozenset())
-    lives = Predictor(step, home, RATES, ()).lives(choice, ())[0]
+    lives = Predictor(step, home, RATES).lives(choice, ())[0]
     assert (2 in lives) != is_pointwise
     # What it is computed from stays for as long as it is read.
     assert lives[1][1] == (5 if is_pointwise else 2)
-    assert 2 in Predictor(step, home, RATES, (), fuses=False).lives(choice, ())[0]
+    assert 2 in Predictor(step, home, RATES, fuses=False).lives(choice, ())[0]
 
 
 def test_what_a_kernel_takes_for_itself_counts_while_it_runs():
@@ -244,8 +331,8 @@ def test_what_a_kernel_takes_for_itself_counts_while_it_runs():
     heavy = dataclasses.replace(step, values=tuple(values))
     one = chooser(step)
     choice = one.choose(Prices(0.0))
-    light = Predictor(step, one.home, RATES, ()).predict(choice, moves=False)
-    found = Predictor(heavy, one.home, RATES, ()).predict(choice, moves=False)
+    light = Predictor(step, one.home, RATES).predict(choice)
+    found = Predictor(heavy, one.home, RATES).predict(choice)
     assert 2**30 < found.peak < light.peak + 2**30
     assert found.seconds == light.seconds
 
