@@ -12,14 +12,15 @@ A step is forward, backward, clipping of the gradients and AdamW. The table at t
 median, best and worst milliseconds of a step with the fixed total, tokens per second and the share of what the card
 does in one large product; microseconds for a token with totals that vary, and the ratio to that with the fixed one;
 graphs that were compiled, glue's warnings, memory; seconds of the first step, caches empty, of a first step with full
-ones (``--warm``, one variant after the other), and until both compiles were done; the last loss.
+ones (``--warm``, one variant after the other), and until both compiles were done; the last loss; of plans, the GiB that
+are predicted of the graph alone, and what it took in its second or third step.
 
 Variants: ``flex`` is Inductor with transformers' flex_attention, ``fa2`` and ``fa4`` with its flash_attention_2 and
 4, where those are installed; the others have sdpa. ``glue-torch`` takes no kernels of other packages, ``glue-unshared``
 compiles each of equal layers, ``glue-tiled`` runs wide values in tiles of rows, in ``-recompute`` backward computes all
-again that is no product. ``glue-none`` makes no rewrite, and ``glue-metadata``, ``glue-attention``, ``glue-experts``
-and ``glue-loss`` make that one alone. ``plan-B`` plans what is kept for backward within ``memory_budget=B``
-(``plan-9.6GiB``).
+again that is no product, ``glue-offload`` moves the inputs of checkpointed layers. ``glue-none`` makes no rewrite, and
+``glue-metadata``, ``glue-attention``, ``glue-experts`` and ``glue-loss`` make that one alone. ``plan-B`` plans what is
+kept for backward within ``memory_budget=B`` (``plan-9.6GiB``).
 ``liger`` is eager, the model patched by Liger (package ``liger-kernel``), its loss without logits among them. A
 variant that ends in ``-layers`` compiles each decoder layer by itself (``layer.compile(...)``), as FSDP2 recipes do;
 masks, rotary tables and the loss are eager then, and equal layers share their graphs.
@@ -62,7 +63,8 @@ import torch
 from benchmarks.end_to_end_flops import peak_flops, step_flops
 from benchmarks.end_to_end_rows import ROWS, Size
 from benchmarks.end_to_end_table import COLUMNS, cell
-from benchmarks.end_to_end_variants import VARIANTS, variant_of
+from benchmarks.end_to_end_variants import VARIANTS, is_planned, variant_of
+from benchmarks.planned import planned
 
 DEFAULT_ROWS = ("qwen3-bf16", "qwen3-autocast")
 DEFAULT_VARIANTS = ("glue", "inductor", "flex", "eager")
@@ -132,6 +134,9 @@ def measure(connection: Connection, schedule: Schedule, caches: str, *which: Any
     from glue_compiler.errors import GlueWarning
 
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = caches
+    dump = f"{caches} dump"
+    if is_planned(which[1]):
+        os.environ["GLUE_DUMP"] = dump
     torch.set_float32_matmul_precision("high")
     try:
         with warnings.catch_warnings(record=True) as caught:
@@ -160,6 +165,7 @@ def measure(connection: Connection, schedule: Schedule, caches: str, *which: Any
                 "warnings": len(of_glue),
                 "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if trainer.device == "cuda" else 0.0,
                 "messages": [str(each.message) for each in of_glue],
+                **planned(dump),
             }
         )
     except Exception as error:

@@ -17,6 +17,8 @@ COLUMNS = {
     "warm_s": "warm s",
     "ready_s": "ready s",
     "loss": "last loss",
+    "planned GiB": "planned GiB",
+    "seen GiB": "of the graph",
 }
 
 

@@ -90,6 +90,7 @@ VARIANTS = {
     "inductor-recompute": Variant("inductor", recomputes=True),
     "glue-tiled": Variant("glue", options=(("passes", {"tile_rows": True}),)),
     "glue-unshared": Variant("glue", options=(("passes", {"share_layers": False}),)),
+    "glue-offload": Variant("glue", options=(("offload", "checkpoints"),)),
     "glue-layers": Variant("glue", by_layers=True),
     "inductor-layers": Variant("inductor", by_layers=True),
     "flex-layers": Variant("inductor", "flex_attention", by_layers=True),
@@ -99,6 +100,10 @@ VARIANTS = {
     "glue-experts": _glue_with("group_experts"),
     "glue-loss": _glue_with("chunk_loss"),
 }
+
+
+def is_planned(name: str) -> bool:
+    return any(key == "memory_budget" for key, _ in variant_of(name).options)
 
 
 def variant_of(name: str) -> Variant:

@@ -14,7 +14,8 @@ is around them is eager.
 
 The model has random frozen weights; LoRA adapters of rank 16 on the query and value projections train, without an
 optimiser. All rows compile side by side, each in a process of its own, and take memory at the same time; they are timed
-one after the other when all are ready. Columns: milliseconds of a step, median; GiB at the peak; both as planned; bytes
+one after the other when all are ready. Columns: milliseconds of a step, median; GiB at the peak; both as planned; by
+how much another plan over the same segments could be faster at most, by what operators were measured to take; bytes
 moved to the host, kernels that are computed again, seconds of planning and of the first step; glue's warnings, whose
 texts stand below the table; the largest difference of a gradient of the last step from the first row's, relative to
 that gradient's largest number (what bf16 rounds is some hundredths).
@@ -49,14 +50,14 @@ from benchmarks.checkpoint_decoder import (
     shape_of,
 )
 from benchmarks.frontier_svg import Dot, draw
+from benchmarks.planned import GIB, planned
 from glue_compiler.errors import GlueWarning
 
 DEFAULT_ROWS = "keep,plan-24GiB,plan-16GiB,plan-11.2GiB,knapsack-0.5,knapsack-0.2,checkpoints,policy,offload"
 WARM_UP = 5
 """Steps behind the first one that are not timed: plans are made again by then."""
-GIB = 2**30
 COLUMNS = (
-    *("step ms", "peak GiB", "planned ms", "planned GiB", "moved GiB", "recomputed", "planning s", "first s"),
+    *("step ms", "peak GiB", "planned ms", "planned GiB", "gap ms", "moved GiB", "recomputed", "planning s", "first s"),
     *("warnings", "gradients"),
 )
 
@@ -150,7 +151,7 @@ def _measure_into(
             if device.type == "cuda":
                 found["peak GiB"] = torch.cuda.max_memory_allocated() / GIB
             torch.save(step.gradients, f"{path}.gradients")
-        found |= _planned(f"{path}.dump")
+        found |= planned(f"{path}.dump")
 
 
 class Stepper:
@@ -190,24 +191,6 @@ def _difference(path: str, first: str) -> float:
             one, other = one.cpu().double(), other.cpu().double()
             worst = max(worst, float((one - other).abs().max() / other.abs().max()))
     return worst
-
-
-def _planned(folder: str) -> dict[str, float]:
-    path = os.path.join(folder, "summary.json")
-    if not os.path.exists(path):
-        return {}
-    with open(path) as file:
-        passes = [p for graph in json.load(file)["graphs"] for p in graph["passes"] if p["name"] == "plan_memory"]
-    if not passes:
-        return {}
-    counts = passes[-1]["counts"]  # the plan that was made last, if it was made again
-    return {
-        "planned ms": counts["microseconds"] / 1e3,
-        "planned GiB": counts["peak"] / GIB,
-        "moved GiB": counts["moved_bytes"] / GIB,
-        "recomputed": counts["recomputed"],
-        "planning s": passes[-1]["ms"] / 1e3,
-    }
 
 
 def run(rows: list[str], shape: Shape, steps: int, folder: str) -> dict[str, dict[str, Any]]:
