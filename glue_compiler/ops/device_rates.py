@@ -21,9 +21,11 @@ _GUESSED = (1e11, 1e10, 1e10)
 """For devices whose speed is not measured, CPUs among them: plans then depend on sizes alone."""
 
 
-_LOAD_SIZE, _LOAD_SECONDS = 4096, 0.1
-"""Of the products that run in front of what is measured."""
-_MOST_RUNS = 16
+_LOAD_SIZE = 4096
+"""Of products that run in front of what is measured."""
+_LOAD_SECONDS, _QUEUE_SECONDS = 0.1, 5e-3
+"""Before the first run, and in front of each."""
+_MOST_RUNS, _AGREE = 16, 1.03
 
 
 @dataclass(frozen=True)
@@ -80,8 +82,7 @@ def measured_call(operator: torch._ops.OpOverload, args: Any, kwargs: Any, devic
         with torch.random.fork_rng([device]), contextlib.suppress(RuntimeError):  # out of memory is one too
             filled = [_random(leaf, device) if isinstance(leaf, Sized) else leaf for leaf in leaves]
             args, kwargs = tree_unflatten(filled, structure)
-            _put_under_load(device)
-            seconds = _steady_seconds(lambda: operator(*args, **kwargs))
+            seconds = _seconds_under_load(lambda: operator(*args, **kwargs), device)
             before = _ever_allocated(device)
             operator(*args, **kwargs)
             return seconds, max(1, _ever_allocated(device) - before)
@@ -100,29 +101,39 @@ def _measured_rates(device: torch.device) -> Rates:
     size = 4096
     a = torch.randn(size, size, device=device, dtype=torch.bfloat16)
     b, out = torch.randn_like(a), torch.empty_like(a)
-    _put_under_load(device)
-    product = min(_seconds(lambda: torch.mm(a, b, out=out), 8) for _ in range(3))
+    product = _seconds_under_load(lambda: torch.mm(a, b, out=out), device)
     large = torch.empty(2**28, device=device, dtype=torch.uint8)
     other = torch.empty_like(large)
-    copy = _seconds(lambda: other.copy_(large), 8)
+    copy = _seconds_under_load(lambda: other.copy_(large), device)
     host = torch.empty(2**26, dtype=torch.uint8, pin_memory=True)
     link = min(_seconds(lambda: large[: 2**26].copy_(host, non_blocking=True), 2) for _ in range(3))
     return Rates(2 * size**3 / product, 2 * 2**28 / copy, 2**26 / link)
 
 
-def _put_under_load(device: torch.device) -> None:
-    """A card that computes all the time, as in a training step, runs at a lower clock than one that begins to."""
+def _seconds_under_load(run: Callable[[], object], device: torch.device) -> float:
+    """As in a training step: of a card that computes all the time, which lowers its clock, and behind work that was
+    given to it before, so that a host that is busy with other things does not count.
+
+    The least of several runs, of which two agree: other programs on the card take turns with this one.
+    """
     a, out = torch.randn(2, _LOAD_SIZE, _LOAD_SIZE, device=device, dtype=torch.bfloat16)
-    product = _seconds(lambda: torch.mm(a, a, out=out), 1)
-    _seconds(lambda: torch.mm(a, a, out=out), min(2000, max(1, round(_LOAD_SECONDS / product))))
 
+    def load() -> None:
+        torch.mm(a, a, out=out)
 
-def _steady_seconds(run: Callable[[], object]) -> float:
-    """The least of several runs, of which two agree: other programs on the card take turns with this one."""
+    product = _seconds(load, 1)
+    run()
+    _seconds(load, _times(_LOAD_SECONDS, product))
     found: list[float] = []
-    while len(found) < _MOST_RUNS and not (len(found) > 2 and found[1] <= 1.03 * found[0]):
-        found = sorted([*found, _seconds(run, 1)])
+    while len(found) < _MOST_RUNS and not (len(found) > 2 and found[1] <= _AGREE * found[0]):
+        for _ in range(_times(_QUEUE_SECONDS, product)):
+            load()
+        found = sorted([*found, _seconds(run, 1, warm=True)])
     return found[0]
+
+
+def _times(seconds: float, product: float) -> int:
+    return min(1000, max(1, round(seconds / product)))
 
 
 def _random(sized: Sized, device: torch.device) -> torch.Tensor:
@@ -130,10 +141,11 @@ def _random(sized: Sized, device: torch.device) -> torch.Tensor:
     return made.normal_() if sized.dtype.is_floating_point else made.zero_()
 
 
-def _seconds(run: Callable[[], object], times: int) -> float:
-    """Of one run, behind one that is not counted."""
+def _seconds(run: Callable[[], object], times: int, *, warm: bool = False) -> float:
+    """Of one run, behind one that is not counted, or, if it is ``warm``, none."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    run()
+    if not warm:
+        run()
     start.record()
     for _ in range(times):
         run()

@@ -13,7 +13,7 @@ from typing import Any
 
 
 class MeasuredBook:
-    """What was measured, by name: a number above 0, or a list of such numbers. Thread-safe.
+    """What was measured, by name: a number above 0, or several as a list or tuple. Thread-safe.
 
     The file is read when a name is first asked for; who has to measure looks again first, for another process may have
     done it, and processes measure one after the other. It is replaced as a whole, so that no reader sees half of it.
@@ -66,6 +66,6 @@ class MeasuredBook:
 
 
 def _is_measured(value: object) -> bool:
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return bool(value) and all(map(_is_measured, value))
     return isinstance(value, float | int) and not isinstance(value, bool) and math.isfinite(value) and value > 0

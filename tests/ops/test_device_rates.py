@@ -34,6 +34,7 @@ def test_a_product_allocates_its_result(book):
     assert found.seconds > 0
     assert 1024 * 512 * 2 <= found.allocated < 2 * 1024 * 512 * 2
     assert measured_call(aten.mm.default, args, {}, device) == found
+    assert len(MeasuredBook(book.path)._read()) == 1  # another process finds it
 
 
 def test_what_a_call_takes_for_itself_is_counted(book):

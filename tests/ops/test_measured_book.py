@@ -21,9 +21,10 @@ def never():
     raise AssertionError("it is known")
 
 
-def test_what_was_measured_is_known_to_the_next_process(path):
-    assert MeasuredBook(path).remembered("mm", lambda: 0.5) == 0.5
-    assert MeasuredBook(path).remembered("mm", never) == 0.5
+@pytest.mark.parametrize("measured", [0.5, [0.5, 2], (0.5, 2)], ids=["number", "list", "tuple"])
+def test_what_was_measured_is_known_to_the_next_process(path, measured):
+    assert MeasuredBook(path).remembered("mm", lambda: measured) == measured
+    assert MeasuredBook(path).remembered("mm", never) == (list(measured) if isinstance(measured, tuple) else measured)
 
 
 def test_the_file_is_read_once_for_all_that_is_known(path, monkeypatch):
