@@ -14,13 +14,14 @@ import dataclasses
 import functools
 import json
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 import glue_compiler.ops  # noqa: F401  registers torch.ops.glue
+from glue_compiler.ops import quack_products
 
 glue = torch.ops.glue
 DEVICE, DTYPE = "cuda", torch.bfloat16
@@ -167,6 +168,11 @@ def measure_rows(shape: Shape, report: Report) -> None:
     report.memory(f"{shape.name} bias gradient", wide.nbytes, {"grouped_sum": lambda: glue.grouped_sum(wide, offsets)})
 
 
+def with_package(functions: dict[str, Callable[[], object]], product: Callable[[], object]) -> dict[str, Callable]:
+    """``functions``, and the product by QuACK where that is installed."""
+    return functions if quack_products.unusable() else {**functions, "quack": product}
+
+
 def measure_products(shape: Shape, report: Report) -> None:
     ids, _ = route(shape)
     offsets = glue.expert_sort(ids, shape.experts)[3]
@@ -181,29 +187,38 @@ def measure_products(shape: Shape, report: Report) -> None:
         report.arithmetic(
             f"{shape.name} {name} forward",
             operations,
-            {
-                "grouped_linear": lambda: glue.grouped_linear(x, weight, offsets),  # noqa: B023
-                "with bias": lambda: glue.grouped_linear(x, weight, offsets, bias),  # noqa: B023
-                "list": lambda: glue.grouped_linear_list(x, listed, offsets, []),  # noqa: B023
-                "torch": lambda: torch._grouped_mm(x, weight.transpose(1, 2), offs=offsets),  # noqa: B023
-            },
+            with_package(
+                {
+                    "grouped_linear": lambda: glue.grouped_linear(x, weight, offsets, None, False, False),  # noqa: B023
+                    "with bias": lambda: glue.grouped_linear(x, weight, offsets, bias, False, False),  # noqa: B023
+                    "list": lambda: glue.grouped_linear_list(x, listed, offsets, []),  # noqa: B023
+                    "torch": lambda: torch._grouped_mm(x, weight.transpose(1, 2), offs=offsets),  # noqa: B023
+                },
+                lambda: glue.grouped_linear(x, weight, offsets),  # noqa: B023
+            ),
         )
         report.arithmetic(
             f"{shape.name} {name} grad of rows",
             operations,
-            {
-                "grouped_linear": lambda: glue.grouped_linear(grad, weight, offsets, None, True),  # noqa: B023
-                "list": lambda: glue.grouped_linear_list(grad, listed, offsets, [], True),  # noqa: B023
-                "torch": lambda: torch._grouped_mm(grad, weight, offs=offsets),  # noqa: B023
-            },
+            with_package(
+                {
+                    "grouped_linear": lambda: glue.grouped_linear(grad, weight, offsets, None, True, False),  # noqa: B023
+                    "list": lambda: glue.grouped_linear_list(grad, listed, offsets, [], True),  # noqa: B023
+                    "torch": lambda: torch._grouped_mm(grad, weight, offs=offsets),  # noqa: B023
+                },
+                lambda: glue.grouped_linear(grad, weight, offsets, None, True),  # noqa: B023
+            ),
         )
         report.arithmetic(
             f"{shape.name} {name} grad of weights",
             operations,
-            {
-                "grouped_outer": lambda: glue.grouped_outer(grad, x, offsets),  # noqa: B023
-                "torch": lambda: torch._grouped_mm(grad.t(), x, offs=offsets),  # noqa: B023
-            },
+            with_package(
+                {
+                    "grouped_outer": lambda: glue.grouped_outer(grad, x, offsets, False),  # noqa: B023
+                    "torch": lambda: torch._grouped_mm(grad.t(), x, offs=offsets),  # noqa: B023
+                },
+                lambda: glue.grouped_outer(grad, x, offsets),  # noqa: B023
+            ),
         )
 
 
@@ -224,12 +239,14 @@ def layers(shape: Shape) -> Iterator[tuple[str, Layer]]:
     """One layer from our operators over stacked and separate weights, and one from torch's grouped product."""
     k, transposed = shape.top_k, shape.biased
 
-    def stacked(x, ids, weights, gate_up, down, gate_up_bias=None, down_bias=None, unbind=False):  # type: ignore[no-untyped-def]
+    def stacked(  # type: ignore[no-untyped-def]
+        x, ids, weights, gate_up, down, gate_up_bias=None, down_bias=None, unbind=False, packages=False
+    ):
         order, inverse, _, offsets = glue.expert_sort(ids, shape.experts)
         rows = glue.expert_gather(x, order, inverse, offsets, k)
-        hidden = glue.grouped_linear(rows, gate_up, offsets, gate_up_bias, transposed)
+        hidden = glue.grouped_linear(rows, gate_up, offsets, gate_up_bias, transposed, packages)
         hidden = activate(shape, hidden, unbind=unbind)
-        rows = glue.grouped_linear(hidden, down, offsets, down_bias, transposed)
+        rows = glue.grouped_linear(hidden, down, offsets, down_bias, transposed, packages)
         return glue.expert_combine(rows, order, inverse, offsets, k, weights)
 
     def separate(x, ids, weights, gate_up, down, gate_up_bias=(), down_bias=()):  # type: ignore[no-untyped-def]
@@ -255,6 +272,8 @@ def layers(shape: Shape) -> Iterator[tuple[str, Layer]]:
         return rows[inverse].view(*ids.shape, -1).sum(1)
 
     yield "glue, stacked", stacked
+    if not quack_products.unusable():
+        yield "glue, quack", functools.partial(stacked, packages=True)
     if shape.biased:
         yield "glue, unbind", functools.partial(stacked, unbind=True)
     else:
@@ -262,7 +281,8 @@ def layers(shape: Shape) -> Iterator[tuple[str, Layer]]:
     yield "torch._grouped_mm", by_torch
 
 
-def measure_layers(shape: Shape, report: Report) -> None:
+def measure_layers(shape: Shape, report: Report, names: Sequence[str] = ()) -> None:
+    """``names``: of the layers to measure; none: all."""
     ids, weights = route(shape)
     wide = (shape.experts, shape.hidden, 2 * shape.intermediate), (shape.experts, shape.intermediate, shape.hidden)
     sizes = wide if shape.biased else [(experts, n, k) for experts, k, n in wide]
@@ -274,6 +294,8 @@ def measure_layers(shape: Shape, report: Report) -> None:
     forward: dict[str, Callable[[], object]] = {}
     training: dict[str, Callable[[], object]] = {}
     for name, layer in layers(shape):
+        if names and name not in names:
+            continue
         # The parts of one stacked tensor lie at separate addresses, which is all that the separate form sees.
         parameters = [list(each.detach().unbind()) for each in stacked] if "separate" in name else stacked
         leaves = [x, weights]

@@ -10,6 +10,7 @@ Each step is first compared with the same layer in fp32 in eager mode: output an
 Modes: ``forward`` (no grad), ``training`` (forward, backward, gradients of everything), ``lora_input`` (the layer
 frozen, a trainable low-rank change of its input), ``lora_experts`` (experts' weights frozen, with trainable low-rank
 changes: ``W + B @ A`` in every step for stacked weights, peft's extra linears for a ``ModuleList``).
+The row ``glue_torch`` is glue without kernels of other packages.
 ``--quick``: small layers on the CPU in fp32, which shows that everything runs and measures nothing.
 """
 
@@ -42,6 +43,8 @@ from glue_compiler.backend import GlueBackend
 from glue_compiler.report.session import Session
 
 ROWS = ("eager", "inductor", "grouped_mm", "glue")
+GLUE = {"glue": "all", "glue_torch": "torch"}
+"""Row → the option ``kernels``."""
 FLOOR = "floor"
 PRODUCTS = {"forward": 1, "training": 3, "lora_input": 2, "lora_experts": 3}
 """Mode → how many times the arithmetic of the forward products."""
@@ -67,8 +70,8 @@ class Cell:
 def compile_layer(layer: nn.Module, row: str, session: Session) -> Callable[[Tensor], Tensor]:
     if row == "eager":
         return layer
-    if row == "glue":
-        options = {"passes": {"group_experts": True}}
+    if row in GLUE:
+        options = {"passes": {"group_experts": True}, "kernels": GLUE[row]}
         return torch.compile(layer, backend=GlueBackend(session=session), options=options)
     return torch.compile(layer, backend="inductor")
 
@@ -115,7 +118,7 @@ class Run:
         cell.compile_seconds = measure.seconds(lambda: output.append(self.step()))
         cell.graphs = _unique_graphs() - before if self.row != "eager" else None
         cell.error, cell.error_in = measure.largest_error(measure.results(self.layer, self.x, output[0]), wanted)
-        if self.row == "glue":
+        if self.row in GLUE:
             cell.nodes = sum(graph.nodes_after for graph in self.session.graphs)
             cell.notes = session_notes(self.session)
 
@@ -188,7 +191,7 @@ def measure_mode(
         else:
             cells[row].compile_seconds = None
     if top_kernels and device == "cuda":
-        for row in [row for row in ("glue", "grouped_mm") if row in runs]:
+        for row in [row for row in (*GLUE, "grouped_mm") if row in runs]:
             print(f"\nkernels of {row}, {mode}:")
             for name, launches, ms in measure.kernels(runs[row].step, top_kernels):
                 print(f"  {ms:8.3f} ms {launches:4d} x  {name[:110]}")
@@ -246,8 +249,9 @@ def measure_stack(kind: LayerKind, layers: int, rows: list[str], dtype: torch.dt
                     layer.mlp = kind.build(kind.shape, implementation).to(device)
             model.to(dtype)
             for layer in model.layers:
-                if row == "glue":
-                    layer.compile(backend=backend, options={"passes": {"group_experts": True}})
+                if row in GLUE:
+                    options = {"passes": {"group_experts": True}, "kernels": GLUE[row]}
+                    layer.compile(backend=backend, options=options)
                 else:
                     layer.compile(backend="inductor")
             ids = torch.randint(2, 128, (1, min(kind.shape.tokens, 4096)), device=device)
@@ -255,7 +259,7 @@ def measure_stack(kind: LayerKind, layers: int, rows: list[str], dtype: torch.dt
             with capture_flags(row):
                 first = measure.seconds(step)
                 later = measure.seconds(step)
-            calls = len(session.graphs) if row == "glue" else _unique_graphs() - before
+            calls = len(session.graphs) if row in GLUE else _unique_graphs() - before
             print(f"| {row} | {calls} | {first - later:.1f} | {later * 1e3:.1f} |")
             for note in dict.fromkeys(session_notes(session)):
                 print(f"  {row}: {note}")
@@ -298,7 +302,7 @@ def measure_models(arguments: argparse.Namespace, device: str, dtype: torch.dtyp
 def main(arguments_given: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(LAYERS), help=f"of {', '.join(LAYERS)}")
-    parser.add_argument("--rows", default=",".join(ROWS), help=f"of {', '.join(ROWS)}")
+    parser.add_argument("--rows", default=",".join(ROWS), help=f"of {', '.join(ROWS)}, glue_torch")
     parser.add_argument("--modes", default=",".join(PRODUCTS), help=f"of {', '.join(PRODUCTS)}, or none")
     parser.add_argument("--layers", type=int, default=0, help="also a model of so many layers, compiled one by one")
     parser.add_argument("--kernels", type=int, default=0, help="print so many of the slowest kernels of each step")

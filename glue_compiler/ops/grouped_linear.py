@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from glue_compiler.ops import grouped_mm
+from glue_compiler.ops import grouped_mm, quack_products
 from glue_compiler.ops.autocast import run_in_autocast_dtype
 from glue_compiler.ops.grouped_rows import grouped_sum
 from glue_compiler.ops.kernel_support import runs_triton
@@ -15,7 +15,12 @@ from glue_compiler.ops.kernel_support import runs_triton
 
 @torch.library.custom_op("glue::grouped_linear", mutates_args=())
 def grouped_linear(
-    x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None = None, transposed: bool = False
+    x: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None = None,
+    transposed: bool = False,
+    packages: bool = True,
 ) -> Tensor:
     """``F.linear`` with another weight for each group of rows.
 
@@ -26,6 +31,7 @@ def grouped_linear(
         offsets: int32 ``[E]``, inclusive cumulative row counts from ``expert_sort``; the last is at most ``rows``.
         bias: ``[E, N]`` or None.
         transposed: the layout of ``weight``.
+        packages: may kernels of other packages that are installed serve it, and its gradients?
 
     Returns:
         ``[rows, N]`` in the dtype of ``x``; sums in fp32 (fp64 for fp64). Rows from ``offsets[-1]`` on are zero.
@@ -40,6 +46,10 @@ def grouped_linear(
         ValueError: dimensions, sizes or dtypes that do not fit together.
     """
     _check_linear(x, weight, offsets, bias, transposed)
+    if packages and quack_products.serves_linear(x, weight, offsets, bias, transposed):
+        out = quack_products.linear(x, weight, offsets, bias, transposed)
+        if out is not None:
+            return out
     if runs_triton(x):
         from glue_compiler.ops import grouped_product_triton
 
@@ -48,18 +58,19 @@ def grouped_linear(
 
 
 @grouped_linear.register_fake
-def _(x, weight, offsets, bias=None, transposed=False):  # type: ignore[no-untyped-def]
+def _(x, weight, offsets, bias=None, transposed=False, packages=True):  # type: ignore[no-untyped-def]
     _check_linear(x, weight, offsets, bias, transposed)
     return x.new_empty(x.shape[0], weight.shape[2 if transposed else 1])
 
 
 @torch.library.custom_op("glue::grouped_outer", mutates_args=())
-def grouped_outer(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
+def grouped_outer(left: Tensor, right: Tensor, offsets: Tensor, packages: bool = True) -> Tensor:
     """``out[e] = left[rows of e].T @ right[rows of e]``: the gradient of stacked weights.
 
     Args:
         left: floating ``[rows, M]``. right: ``[rows, N]`` of the same dtype. Any strides.
         offsets: int32 ``[E]``, inclusive cumulative row counts.
+        packages: may kernels of other packages that are installed serve it, and its gradients?
 
     Returns:
         ``[E, M, N]`` in the dtype of ``left``, summed in fp32 (fp64 for fp64); zeros for a group without rows. Rows
@@ -69,6 +80,10 @@ def grouped_outer(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
         ValueError: dimensions, sizes or dtypes that do not fit together.
     """
     _check_outer(left, right, offsets)
+    if packages and quack_products.serves_outer(left, right, offsets):
+        product = quack_products.outer(left, right, offsets)
+        if product is not None:
+            return product
     if grouped_mm.serves(left, right):
         return grouped_mm.outer(left, right, offsets)
     if runs_triton(left):
@@ -85,7 +100,7 @@ def grouped_outer(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
 
 
 @grouped_outer.register_fake
-def _(left, right, offsets):  # type: ignore[no-untyped-def]
+def _(left, right, offsets, packages=True):  # type: ignore[no-untyped-def]
     _check_outer(left, right, offsets)
     return left.new_empty(offsets.shape[0], left.shape[1], right.shape[1])
 
@@ -141,7 +156,7 @@ def _check_outer(left: Tensor, right: Tensor, offsets: Tensor) -> None:
 
 
 def _linear_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, offsets, _, ctx.transposed = inputs
+    x, weight, offsets, _, ctx.transposed, ctx.packages = inputs
     needs_x, needs_weight = ctx.needs_input_grad[:2]
     ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None, offsets)
 
@@ -153,26 +168,27 @@ def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     needs_bias = any(ctx.needs_input_grad[3:4])
     grad_x = grad_weight = grad_bias = None
     if needs_x:
-        grad_x = grouped_linear(grad, weight, offsets, None, not ctx.transposed)
+        grad_x = grouped_linear(grad, weight, offsets, None, not ctx.transposed, ctx.packages)
     if needs_weight:
         left, right = (x, grad) if ctx.transposed else (grad, x)
-        grad_weight = grouped_outer(left, right, offsets)
+        grad_weight = grouped_outer(left, right, offsets, ctx.packages)
     if needs_bias:
         grad_bias = grouped_sum(grad, offsets)
-    return grad_x, grad_weight, None, grad_bias, None
+    return grad_x, grad_weight, None, grad_bias, None, None
 
 
 def _outer_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    left, right, offsets = inputs
+    left, right, offsets, ctx.packages = inputs
     needs_left, needs_right = ctx.needs_input_grad[:2]
     ctx.save_for_backward(left if needs_right else None, right if needs_left else None, offsets)
 
 
 def _outer_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     left, right, offsets = ctx.saved_tensors
-    grad_left = grouped_linear(right, grad, offsets, None, False) if ctx.needs_input_grad[0] else None
-    grad_right = grouped_linear(left, grad, offsets, None, True) if ctx.needs_input_grad[1] else None
-    return grad_left, grad_right, None
+    needs_left, needs_right = ctx.needs_input_grad[:2]
+    grad_left = grouped_linear(right, grad, offsets, None, False, ctx.packages) if needs_left else None
+    grad_right = grouped_linear(left, grad, offsets, None, True, ctx.packages) if needs_right else None
+    return grad_left, grad_right, None, None
 
 
 grouped_linear.register_autograd(_linear_backward, setup_context=_linear_setup)

@@ -15,7 +15,7 @@ from glue_compiler import registry
 from glue_compiler.compat import known_problems
 from glue_compiler.compat.versions import NEWEST_TORCH, OLDEST_TORCH
 from glue_compiler.graph_pass import GraphPass, PairPass
-from glue_compiler.ops import flash_attn4
+from glue_compiler.ops import flash_attn4, quack_products
 from glue_compiler.options import GlueOptions
 
 GIB = 2**30
@@ -64,6 +64,8 @@ def device_lines() -> Iterator[tuple[str, str]]:
         )
         if capability >= (9, 0):
             yield flash_attn4.PACKAGE, _flash_attn4_text(flash_attn4.unusable())
+        if capability == quack_products.CAPABILITY:
+            yield quack_products.PACKAGE, _quack_text(quack_products.unusable())
         if torch.version.hip is None and capability < (8, 0):
             yield "", "below 8.0: no kernels for packed attention or grouped products, which stay with torch's own"
 
@@ -72,6 +74,12 @@ def _flash_attn4_text(reason: str | None) -> str:
     if reason is None:
         return "serves attention within documents"
     return f"not used: {reason}. With it attention within documents takes 0.5 to 0.9 of the time: glue-compiler[flash]"
+
+
+def _quack_text(reason: str | None) -> str:
+    if reason is None:
+        return "serves grouped products of experts"
+    return f"not used: {reason}. With it grouped products of experts are faster: glue-compiler[experts]"
 
 
 def pass_states(options: GlueOptions) -> list[PassState]:

@@ -7,8 +7,9 @@ order of it all. ``speculation.py`` proves code that capture traced although eag
 from __future__ import annotations
 
 from collections import Counter
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import torch
 from torch import fx
 
 from glue_compiler import compat
@@ -33,6 +34,9 @@ class GroupExperts(GraphPass):
     numerics: ClassVar[Numerics] = Numerics.CLOSE
     proves_loops: ClassVar[bool] = True
 
+    def cache_options(self, options: Any) -> Any:
+        return options.kernels
+
     def run(self, graph: fx.GraphModule, context: PassContext) -> PassResult:
         modules = list(bodies.graph_modules(graph))
         has_loops = any(_has_rows_of_unknown_number(module) for module in modules)
@@ -44,6 +48,8 @@ class GroupExperts(GraphPass):
                 if context.fuel.take(f"replace {node.name}"):
                     replace_fallback(module, node, context.effects)
                     counts["fallbacks_replaced"] += 1
+        if context.options.kernels == "torch":
+            _without_packages(modules)
         counts = +counts  # without zeros
         skips = dict.fromkeys(skip for each in decided for skip in each.skips)
         proved = tuple(region for each in decided for region in each.proved)
@@ -57,6 +63,15 @@ def _decided(graph: fx.GraphModule, modules: list[fx.GraphModule], context: Pass
     for each in decided if compat.version_at_least(2, 12) else decided[:1]:
         each.add_row_indices()
     return decided
+
+
+def _without_packages(modules: list[fx.GraphModule]) -> None:
+    """No kernel of another package for the products that this pass wrote; ``grouped_linear_list`` has none."""
+    for module in modules:
+        for node in module.graph.find_nodes(op="call_function", target=torch.ops.glue.grouped_linear.default):
+            if len(node.args) == 5:
+                node.args = (*node.args, False)
+        module.recompile()
 
 
 def _operators_of(

@@ -29,7 +29,13 @@ from glue_compiler.ops.grouped_product_tiles import Tiles
 if os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None:
     pytest.skip("needs Triton and TRITON_INTERPRET=1 from the start", allow_module_level=True)
 
-from glue_compiler.ops import expert_rows_triton, expert_sort_triton, grouped_product_triton, grouped_rows_triton
+from glue_compiler.ops import (
+    expert_rows_triton,
+    expert_sort_triton,
+    group_bounds_triton,
+    grouped_product_triton,
+    grouped_rows_triton,
+)
 
 ROUTINGS = [(37, 3, 5), (150, 2, 4), (5, 1, 1)]
 POINTERS = Tiles(16, 32, 16, 2, 4, 2)
@@ -91,3 +97,17 @@ def test_products(routed, tiles, widths):
         grouped_linear(grad, weight, offsets, None, True),
     )
     close(grouped_product_triton.outer(grad, x, offsets, tiles), grouped_outer(grad, x, offsets))
+
+
+@pytest.mark.parametrize("ends", [[3, 3, 9, 11], [0, 0], [25] * 5, [40]])
+@pytest.mark.parametrize("width", [1, 40, 1500])
+def test_bounds_of_groups_and_zeros_behind_them(monkeypatch, ends, width):
+    monkeypatch.setattr(group_bounds_triton, "processor_count", lambda index: 2)
+    offsets, rows = torch.tensor(ends, dtype=torch.int32), 25
+    expected = torch.tensor([0, *(min(end, rows) for end in ends)], dtype=torch.int32)
+    assert torch.equal(group_bounds_triton.bounds(offsets, rows), expected)
+    cleared, spread = torch.randn(rows, width), torch.stack([offsets, offsets + 9], dim=1)[:, 0]
+    wanted = cleared.clone()
+    wanted[min(ends[-1], rows) :] = 0
+    assert torch.equal(group_bounds_triton.bounds(spread, rows, cleared), expected)
+    assert torch.equal(cleared, wanted)

@@ -32,6 +32,15 @@ def test_every_routing_of_a_stacked_loop(routing):
     assert count(run.graph, glue.grouped_linear.default) == 2
 
 
+@pytest.mark.parametrize(("kernels", "last"), [("all", (False,)), ("torch", (False, False))])
+def test_the_option_says_whether_kernels_of_packages_serve_the_products(kernels, last):
+    selected = routings()["spread"]
+    run = compiled(loop_r, kernels=kernels)
+    assert_close_to_eager(loop_r, run.call, selected, inputs_for(selected))
+    products = run.graph.graph.find_nodes(op="call_function", target=glue.grouped_linear.default)
+    assert [node.args[4:] for node in products] == [last, last]
+
+
 def test_the_graph_is_as_small_with_many_experts():
     sizes = []
     for experts in (2, 12):
