@@ -54,7 +54,7 @@ class Tiles:
     pingpong: bool
 
 
-LINEAR = Tiles(128, 192, 2, 1, pingpong=True)
+LINEAR = Tiles(128, 128, 1, 2, pingpong=True)
 OUTER = Tiles(128, 192, 2, 1, pingpong=True)
 """Fixed, as in ``grouped_product_tiles``: two runs take the same kernel. ``benchmarks/quack_products.py`` measures."""
 

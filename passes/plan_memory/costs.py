@@ -12,9 +12,17 @@ from torch import fx
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
 
+import glue_compiler.ops.offload  # noqa: F401  registers the copies
 from glue_compiler import compat
 from glue_compiler.fx.values import Symbolic, expression, most_bytes, tensors_in, value_of
 from glue_compiler.ops.device_rates import Rates, Sized, measured_call
+
+_COPIES = (
+    torch.ops.glue.offload_start.default,
+    torch.ops.glue.offload_wait.default,
+    torch.ops.glue.reload_start.default,
+    torch.ops.glue.reload_wait.default,
+)
 
 
 class Cost(NamedTuple):
@@ -35,8 +43,11 @@ class Costs:
         """A product or attention: measured where it can be run on its own, else by its formula, without scratch.
         Others: the time to read and write what they make, for what is fused reads about as much as it writes.
 
-        An operator that no formula is known for counts as one that reads and writes all that it is given, twice.
+        An operator that no formula is known for counts as one that reads and writes all that it is given, twice. Copies
+        to the host and back run beside the others, and take nothing.
         """
+        if node.target in _COPIES:
+            return Cost(0.0)
         made = sum(most_bytes(tensor, shape_env) or 0 for tensor in tensors_in(value_of(node)))
         if not is_kernel(node):
             return Cost(2 * made / self.rates.memory)
