@@ -81,7 +81,8 @@ class OverlapOffload(PairPass):
             skips.insert(
                 0, Skip("this is a CPU: checkpoint inputs are in host memory anyway, and moving frees nothing")
             )
-        required = [region.index for region in regions if region.is_required]
+        # A plan has left out what backward needs at once.
+        required = [region.index for region in regions if region.is_required or region.is_planned]
         plan = self._plan(pair, regions, required, "all" if is_planned else "budget", context)
         schedule = schedule_moves(pair, regions, _allowed(regions, plan.moved, context.fuel), BUFFERS)
         skips += [*schedule.skips, *_preferred_but_left(regions, plan.moved, plan.reason)]

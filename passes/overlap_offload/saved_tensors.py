@@ -48,11 +48,13 @@ class RegionTensors:
     """The tensors of one region, which move together; ``index`` counts the regions in the order of the forward.
 
     A region is a checkpointed one, seen from backward: what its recomputation and its backward read. A tensor that
-    belongs to none is a region of its own.
+    belongs to none is a region of its own. ``earliest``: where backward first reads what is saved of the region behind
+    it, moved or not: to have it back before that would be of no use.
     """
 
     index: int
     tensors: tuple[SavedTensor, ...]
+    earliest: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -75,6 +77,10 @@ class RegionTensors:
     def is_required(self) -> bool:
         """Does it move even where copies cannot be hidden?"""
         return any(one.wish in ("must", "copy") for one in self.tensors)
+
+    @property
+    def is_planned(self) -> bool:
+        return any(one.wish == "plan" for one in self.tensors)
 
 
 @dataclass(frozen=True)
@@ -104,6 +110,7 @@ def find_saved_tensors(
     kept = kept_by_the_caller(pair)
     copied = set(copied)
     found: dict[object, list[SavedTensor]] = defaultdict(list)
+    begins: dict[int, int] = {}
     skips = []
     for saved in pair.saved:
         taken = placeholders[saved.name]
@@ -111,6 +118,10 @@ def find_saved_tensors(
         if not isinstance(value_of(saved), torch.Tensor) or not taken_uses:
             continue
         started = regions_started(saved, [backward[place] for place in taken_uses])
+        own = checkpoint_tags.region_of(saved)
+        group = next(iter(started), saved if own is None else own)
+        if isinstance(group, int) and len(started) <= 1:
+            begins[group] = min(begins.get(group, len(backward)), *taken_uses)
         wish: Wish | None = "copy" if saved in copied else offload_policies.wish_of(saved)
         if offload_policies.is_planned(storage_root(saved)):  # the partitioner may save a view of what was planned
             wish = wish or "plan"
@@ -130,8 +141,6 @@ def find_saved_tensors(
         if reason:
             skips.append(Skip(reason, saved.name, source_line(saved)))
             continue
-        own = checkpoint_tags.region_of(saved)
-        group: object = next(iter(started), saved if own is None else own)
         found[group].append(
             SavedTensor(
                 wish,
@@ -144,8 +153,16 @@ def find_saved_tensors(
                 max(taken_uses),
             )
         )
-    in_order = sorted(found.values(), key=lambda tensors: -min(one.first_use for one in tensors))
-    return [RegionTensors(index, tuple(tensors)) for index, tensors in enumerate(in_order)], skips
+    in_order = sorted(found.items(), key=lambda region: -min(one.first_use for one in region[1]))
+    return [
+        RegionTensors(index, tuple(tensors), _begin_behind(group, begins))
+        for index, (group, tensors) in enumerate(in_order)
+    ], skips
+
+
+def _begin_behind(group: object, begins: Mapping[int, int]) -> int:
+    behind = [number for number in begins if isinstance(group, int) and number > group]
+    return begins[min(behind)] if behind else 0
 
 
 def regions_started(saved: fx.Node, readers: Iterable[fx.Node]) -> set[int]:

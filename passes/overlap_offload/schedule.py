@@ -104,7 +104,7 @@ def _reloads(
         if region.index in moved:
             ends = sorted(reload.region.last_use for reload in reloads)
             free = ends[-buffers] + 1 if len(ends) >= buffers else 0
-            place = max(start, free)
+            place = max(start, free, region.earliest)
             if place < region.first_use or region.is_required:
                 reloads.append(_Reload(region, min(place, region.first_use)))
             else:

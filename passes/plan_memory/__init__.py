@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 MARGIN = 0.97
 """The share of the budget that is planned for: predictions here and from the partitioned graphs differ by less."""
-
+TIGHTER = 2
+"""So many times a plan that the finished graphs miss is made again for less, before values stop to wait on the host."""
 
 NOT_COUNTED = "the predicted peak is without {count} values, whose sizes are known only when the graph runs"
 NO_TIME = "planning ended when its {seconds:.0f} s were over: the best of the first {count} plans is taken"
@@ -59,12 +60,13 @@ class PlanMemory(JointPass):
     def __init__(
         self,
         moves: bool = True,
-        less: int = 0,
+        limits: tuple[int, ...] = (),
         seconds: float = SECONDS,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.moves, self.less = moves, less
-        """May values wait on the host? And bytes that are left free: by so much an earlier plan was wrong."""
+        self.moves, self.limits = moves, limits
+        """May values wait on the host? And bytes that a plan may take at most: what earlier ones said that they take,
+        less what the graphs made of them took too much."""
         self.seconds, self.clock = seconds, clock
         """What is best after so many of ``clock``'s seconds is taken."""
 
@@ -76,8 +78,9 @@ class PlanMemory(JointPass):
         if not (self.moves and counts.get("moved_bytes")):
             return None
         left = max(SECONDS / 10, self.seconds - report.milliseconds / 1e3)
-        is_tighter = excess > 0 and not self.less and counts["peak"] > counts["least_peak"]
-        return PlanMemory(moves=is_tighter, less=excess if is_tighter else 0, seconds=left, clock=self.clock)
+        is_tighter = excess > 0 and len(self.limits) < TIGHTER and counts["peak"] > counts["least_peak"]
+        limits = (*self.limits, counts["peak"] - excess) if is_tighter else ()
+        return PlanMemory(moves=is_tighter, limits=limits, seconds=left, clock=self.clock)
 
     def excess(self, pair: TrainingPair, context: PassContext) -> int:
         """Bytes by which the predicted peak of a pair is above the budget."""
@@ -115,7 +118,7 @@ class PlanMemory(JointPass):
         fuses = context.options.compiler == "inductor"
         movable = _movable(step, nodes) if moves else frozenset()
         correction = context.options.correction
-        room = 0 if correction.is_least else int(MARGIN * budget) - self.less
+        room = 0 if correction.is_least else min((int(MARGIN * budget), *self.limits))
         waiting = correction.calls - 1
         plan = plan_memory(
             step, rates, room, movable, fuses=fuses, waiting=waiting, seconds=self.seconds, clock=self.clock
