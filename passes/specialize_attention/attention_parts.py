@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import fx
 
+from glue_compiler.fx.index_views import Element
 from glue_compiler.fx.operators import Value
 from glue_compiler.fx.value_numbering import Scope
 from glue_compiler.ops.mask_blocks import EmptyRows, Kind
@@ -39,6 +42,49 @@ class Mask:
 
 
 @dataclass(frozen=True)
+class Filling:
+    """``value`` that takes the place of ``weights`` of a softmax where ``mask`` hides; the result is ``filled``."""
+
+    filled: Value
+    weights: Value
+    mask: Any
+    role: Kind
+    value: Any
+
+
+@dataclass
+class Chain:
+    """Softmax between two products, read from its end: what was found so far.
+
+    Attributes:
+        links: the values between the products.
+        factor: of the scores when they are masked. scale: that and those of the scores before.
+        dtypes: that the masked scores are converted to before they are exponentiated, from the last one on.
+        fillings: of its weights, from the last one on.
+        has_floor: the masked scores are no less than a number that hides a key.
+        has_sinks: the weights are all columns of the softmax but the last.
+        gated: the product that is multiplied by what sinks leave of its weights; None: it is not.
+        is_bias_merged: its first dimension of three is that of rows and heads.
+        sinks: the score of that column, or in that factor: the element that is taken for row b, head h and query t.
+    """
+
+    links: list[Value] = field(default_factory=list)
+    mask: Mask | None = None
+    dropout: Any = 0.0
+    scale: Any = 1.0
+    factor: float = 1.0
+    softcap: float | None = None
+    has_floor: bool = False
+    has_sinks: bool = False
+    gated: Value | None = None
+    sinks: Element | None = None
+    bias: Value | None = None
+    is_bias_merged: bool = False
+    dtypes: list[torch.dtype] = field(default_factory=list)
+    fillings: list[Filling] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
 class AttentionSite:
     """One attention. ``query`` is ``[B, Hq, Q, D]``, ``key`` and ``value`` ``[B, Hkv, K, D]``.
 
@@ -55,6 +101,7 @@ class AttentionSite:
         sinks: ``[Hq]`` or ``[B, Hq, Q, 1]``, a score of each head or query for a key without a value, which no mask
             hides; None: there is none.
         bias: numbers that are added to the scores before the mask is filled in; None: there are none.
+        is_bias_merged: rows and heads are one dimension of them, ``[B * H, Q, K]``, of which the last two may be 1.
         inside: the nodes between query, key, value and output of softmax written out between two products. Nothing
             else uses them. Empty for ``scaled_dot_product_attention``.
     """
@@ -74,5 +121,6 @@ class AttentionSite:
     softcap: float | None = None
     sinks: fx.Node | None = None
     bias: Value | None = None
+    is_bias_merged: bool = False
     inside: tuple[fx.Node, ...] = ()
     is_key_transposed: bool = False

@@ -39,6 +39,7 @@ class Elements:
         is_given: it lies in memory that the graph is given, and that is not written before backward.
         has_gradient: the attention gives it one.
         factor: that it is multiplied by, with the scores.
+        heads: in which its first dimension of three is told apart from rows; None: it is not.
     """
 
     node: fx.Node
@@ -49,6 +50,7 @@ class Elements:
     is_given: bool
     has_gradient: bool = False
     factor: float = 1.0
+    heads: int | None = None
 
 
 @dataclass(frozen=True)
@@ -90,19 +92,25 @@ def listed_mask(site: AttentionSite, reader: IndexReader) -> ListedMask:
     elements = _elements(mask.value, mask.role == "added", site, reader)
     if mask.role == "added":  # what hides keys was taken for what it is after the factor
         elements = dataclasses.replace(elements, factor=mask.factor)
-    bias = _elements(site.bias, True, site, reader) if site.bias is not None else None
+    bias = None
+    if site.bias is not None:
+        bias = _elements(site.bias, True, site, reader, is_merged=site.is_bias_merged)
     return ListedMask(elements, mask.role, mask.empty_rows, bias)
 
 
-def _elements(tensor: Value, is_added: bool, site: AttentionSite, reader: IndexReader) -> Elements:
-    operators = reader.operators
+def _elements(
+    tensor: Value, is_added: bool, site: AttentionSite, reader: IndexReader, *, is_merged: bool = False
+) -> Elements:
+    operators, heads = reader.operators, value_of(site.query).shape[1]
+    if is_merged and not isinstance(heads, int):
+        raise UnknownMask("how many heads it has is not known when the graph is compiled")
     if not operators.is_tensor(tensor):
         raise UnknownMask("the mask is not a plain tensor")
     if is_added:
         _require_numbers(tensor, site, reader)
     gradients = Gradients(site.output, operators)
     has_gradient = gradients.reach(tensor)
-    value, node = _smallest(tensor, site, reader, gradients)
+    value, node = _smallest(tensor, site, reader, gradients, is_merged)
     if has_gradient:
         _require_gradient(node, site)
     scope, source = _outermost(value, node, site, gradients if has_gradient else None, operators)
@@ -113,7 +121,8 @@ def _elements(tensor: Value, is_added: bool, site: AttentionSite, reader: IndexR
     is_given = _is_given(value, operators) and not may_be_written
     # Equal tensors may have gradients of their own.
     number = source if has_gradient else operators.number(value)
-    return Elements(node, scope, source, number, dtype, is_given, has_gradient)
+    told_apart = heads if is_merged and value_of(node).dim() == 3 and value_of(node).shape[0] != 1 else None
+    return Elements(node, scope, source, number, dtype, is_given, has_gradient, heads=told_apart)
 
 
 def _outermost(
@@ -182,10 +191,12 @@ def _cast_to(added: Value, site: AttentionSite, operators: Operators) -> torch.d
         return output.dtype if torch.is_autocast_enabled(output.device.type) else None
 
 
-def _smallest(mask: Value, site: AttentionSite, reader: IndexReader, gradients: Gradients) -> tuple[Value, fx.Node]:
+def _smallest(
+    mask: Value, site: AttentionSite, reader: IndexReader, gradients: Gradients, is_merged: bool
+) -> tuple[Value, fx.Node]:
     """The mask, or what it is expanded from, where the attention finds it; gradients of one are those of the other."""
     found = None
-    for value in _same_elements(mask, site, reader, gradients):
+    for value in _same_elements(mask, site, reader, gradients, is_merged):
         node = reader.operators.operand(value, site.output)
         if node is not None and node.graph is site.output.graph:
             found = value, node
@@ -194,10 +205,14 @@ def _smallest(mask: Value, site: AttentionSite, reader: IndexReader, gradients: 
     return found
 
 
-def _same_elements(mask: Value, site: AttentionSite, reader: IndexReader, gradients: Gradients) -> Iterator[Value]:
+def _same_elements(
+    mask: Value, site: AttentionSite, reader: IndexReader, gradients: Gradients, is_merged: bool
+) -> Iterator[Value]:
     """The mask, and those that it is a view or a copy of and that are broadcast to the scores as it is."""
     sizes = (*map(expression, value_of(site.query).shape[:3]), expression(value_of(site.value).shape[2]))
     places = tuple(sympy.Symbol(name, integer=True, nonnegative=True) for name in "bhqk")
+    if is_merged:
+        sizes, places = (sizes[0] * sizes[1], *sizes[2:]), places[1:]
     if not _fits(reader.shape(mask), sizes):
         raise UnknownMask("the sizes of the mask are not proved to be those of the scores")
     element = Element(mask, _broadcast(places, reader.shape(mask)))

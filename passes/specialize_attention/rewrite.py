@@ -248,6 +248,8 @@ class _Writer:
         node = self.results.get(node, node)
         if elements.dtype is not None:
             node = self.make.method(node.graph, "to", node, elements.dtype)
+        if elements.heads is not None:
+            node = self.make.method(node.graph, "unflatten", node, 0, (-1, elements.heads))
         return self.make.call(node.graph, torch.mul, node, elements.factor) if elements.factor != 1 else node
 
     def _without_gradient(self, graph: fx.Graph, node: fx.Node) -> fx.Node:
@@ -345,12 +347,12 @@ class _Writer:
 
 
 def _copy_of(elements: Elements) -> Any:
-    return elements.scope, elements.number, elements.dtype, elements.factor
+    return elements.scope, elements.number, elements.dtype, elements.factor, elements.heads
 
 
 def _is_at_hand(elements: Elements) -> bool:
     """Is the tensor in memory as it is added to the scores, and stays so?"""
-    return elements.is_given and elements.dtype is None and elements.factor == 1
+    return elements.is_given and elements.dtype is None and elements.factor == 1 and elements.heads is None
 
 
 def _sizes(tensor: torch.Tensor) -> tuple[Any, ...]:
