@@ -155,8 +155,10 @@ def _site(
         float(scale) if scale is not None else None,
         chain.softcap,
         sinks,
+        chain.gated is not None,
         chain.bias,
         chain.is_bias_merged,
+        chain.factors,
         inside,
         is_key_transposed,
     )

@@ -26,7 +26,8 @@ class Mask:
         value: True for those it ``shows`` or ``hides``, or ``added`` to the scores.
         empty_rows: what a query gets all of whose keys it hides; of what is added, by minus infinity. None: not known.
         factor: what is ``added`` is multiplied by, with the scores.
-        also: another mask of the same scores; None: there is none.
+        also: another mask of the same scores, that comes after this one; None: there is none.
+        filling, dtype: what takes the place of the scores that it hides, and theirs; of what is not added alone.
     """
 
     value: Value
@@ -34,6 +35,8 @@ class Mask:
     empty_rows: EmptyRows | None
     factor: float = 1.0
     also: Mask | None = None
+    filling: float = 0.0
+    dtype: torch.dtype | None = None
 
     @property
     def parts(self) -> tuple[Mask, ...]:
@@ -65,6 +68,7 @@ class Chain:
         has_sinks: the weights are all columns of the softmax but the last.
         gated: the product that is multiplied by what sinks leave of its weights; None: it is not.
         is_bias_merged: its first dimension of three is that of rows and heads.
+        factors: a tensor that the scores are multiplied by before anything is added to them.
         sinks: the score of that column, or in that factor: the element that is taken for row b, head h and query t.
     """
 
@@ -78,6 +82,7 @@ class Chain:
     has_sinks: bool = False
     gated: Value | None = None
     sinks: Element | None = None
+    factors: Value | None = None
     bias: Value | None = None
     is_bias_merged: bool = False
     dtypes: list[torch.dtype] = field(default_factory=list)
@@ -99,7 +104,8 @@ class AttentionSite:
         scale: None is ``1 / sqrt(D)``.
         softcap: scores are ``tanh(scores / softcap) * softcap`` before the mask; None: as they are.
         sinks: ``[Hq]`` or ``[B, Hq, Q, 1]``, a score of each head or query for a key without a value, which no mask
-            hides; None: there is none.
+            hides; None: there is none. is_gated: they are those of a :class:`Gate`.
+        factors: a tensor that the scores are multiplied by before the bias; None: they are not.
         bias: numbers that are added to the scores before the mask is filled in; None: there are none.
         is_bias_merged: rows and heads are one dimension of them, ``[B * H, Q, K]``, of which the last two may be 1.
         inside: the nodes between query, key, value and output of softmax written out between two products. Nothing
@@ -120,7 +126,9 @@ class AttentionSite:
     scale: float | None
     softcap: float | None = None
     sinks: fx.Node | None = None
+    is_gated: bool = False
     bias: Value | None = None
     is_bias_merged: bool = False
+    factors: Value | None = None
     inside: tuple[fx.Node, ...] = ()
     is_key_transposed: bool = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from glue_compiler.fx.operators import FOUND, Operators, Value
 from glue_compiler.fx.value_numbering import Scope
 from glue_compiler.fx.values import expression, requires_grad, storages_of, value_of
 from glue_compiler.ops.mask_blocks import EmptyRows, Kind
-from glue_compiler.passes.specialize_attention.attention_parts import AttentionSite
+from glue_compiler.passes.specialize_attention.attention_parts import AttentionSite, Mask
 from glue_compiler.passes.specialize_attention.gradients import Gradients
 from glue_compiler.passes.specialize_attention.masks import UnknownMask
 
@@ -54,23 +55,42 @@ class Elements:
 
 
 @dataclass(frozen=True)
+class Step:
+    """What is done to the scores: ``elements`` are added, or ``filling`` takes their place where those hide a key.
+
+    Attributes:
+        dtype: of the scores then, of what is filled in.
+    """
+
+    elements: Elements
+    kind: Kind
+    filling: float = 0.0
+    dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
 class ListedMask:
     """A mask whose block lists are made from its ``elements``.
 
     Attributes:
         kind: as :attr:`Mask.role`.
-        bias: numbers that are added to the scores before the mask; None: there are none. With a mask that is added
-            too, attention reads the sum of both.
+        bias: numbers that are added to the scores before the mask; None: there are none.
+        steps: of several that together are numbers that are added, all of them, from the first one on; of those the
+            last one's elements are ``elements``.
+        factors: that the scores are multiplied by before; None: they are not.
     """
 
     elements: Elements
     kind: Kind
     empty_rows: EmptyRows
     bias: Elements | None
+    steps: tuple[Step, ...] = ()
+    factors: Elements | None = None
 
     @property
     def has_gradient(self) -> bool:
-        return self.elements.has_gradient or (self.bias is not None and self.bias.has_gradient)
+        used = [self.elements, *(step.elements for step in self.steps), *([self.bias] if self.bias is not None else [])]
+        return any(each.has_gradient for each in used)
 
 
 def listed_mask(site: AttentionSite, reader: IndexReader) -> ListedMask:
@@ -82,20 +102,38 @@ def listed_mask(site: AttentionSite, reader: IndexReader) -> ListedMask:
     mask = site.mask
     if mask is None:
         raise UnknownMask("there is no mask to read")
-    if mask.also is not None:
-        raise UnknownMask("there are two masks")
-    if mask.empty_rows is None:
+    if any(each.empty_rows is None for each in mask.parts):
         raise UnknownMask("the masked scores are rounded or bounded, and what hides a key then is not known")
-    if site.bias is not None and mask.role != "added" and mask.empty_rows == "mean":
-        # A query for which they hide all keys that the mask shows gets those that are filled in.
-        raise UnknownMask("numbers are added before it, which may hide more than the finite number that it fills in")
-    elements = _elements(mask.value, mask.role == "added", site, reader)
-    if mask.role == "added":  # what hides keys was taken for what it is after the factor
-        elements = dataclasses.replace(elements, factor=mask.factor)
     bias = None
     if site.bias is not None:
         bias = _elements(site.bias, True, site, reader, is_merged=site.is_bias_merged)
+    # Where a bias hides all keys that the mask shows, a query gets those that a finite number is filled in for.
+    is_sum = bias is not None and (mask.role == "added" or math.isfinite(mask.filling))
+    if mask.also is not None or is_sum or site.factors is not None:
+        return _of_steps(mask, bias, site, reader)
+    assert mask.empty_rows is not None
+    elements = _elements(mask.value, mask.role == "added", site, reader)
+    if mask.role == "added":  # what hides keys was taken for what it is after the factor
+        elements = dataclasses.replace(elements, factor=mask.factor)
     return ListedMask(elements, mask.role, mask.empty_rows, bias)
+
+
+def _of_steps(mask: Mask, bias: Elements | None, site: AttentionSite, reader: IndexReader) -> ListedMask:
+    """Masks and numbers as numbers that are added together, and which scores those are added to.
+
+    A score in whose place a number is filled in is zero, gets no gradient, and that number is added to it.
+    """
+    if any(each.factor != 1 for each in mask.parts):
+        raise UnknownMask("there are two masks, and the scores are scaled afterwards")
+    steps = [Step(bias, "added")] if bias is not None else []
+    for part in mask.parts:
+        elements = _elements(part.value, part.role == "added", site, reader)
+        steps.append(Step(elements, part.role, part.filling, part.dtype))
+    factors = None
+    if site.factors is not None:
+        factors = _elements(site.factors, reader.dtype(site.factors) != torch.bool, site, reader)
+    empty_rows: EmptyRows = "nan" if site.sinks is None or site.is_gated else "zeros"
+    return ListedMask(steps[-1].elements, "added", empty_rows, None, tuple(steps), factors)
 
 
 def _elements(

@@ -102,7 +102,12 @@ def hidden_twice(chain: Chain, output: fx.Node, reader: IndexReader) -> None:
             raise NotAttention(
                 "weights of the softmax are filled in elsewhere than where the mask hides a key, or not by 0"
             )
-        if mask.empty_rows == "nan" or (mask.empty_rows == "mean" and chain.bias is None):
+        if mask.empty_rows == "mean" and chain.bias is not None:
+            # Where they hide all keys that the mask shows, weights that are zeros now were not before.
+            raise NotAttention(
+                "zeros are filled in its weights, and numbers are added to its scores before finite ones"
+            )
+        if mask.empty_rows is not None:
             chain.mask = dataclasses.replace(mask, empty_rows="zeros")
 
 

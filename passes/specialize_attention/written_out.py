@@ -13,11 +13,12 @@ from torch import fx
 
 from glue_compiler.fx.index_expressions import IndexReader, Unreadable
 from glue_compiler.fx.index_operators import CONVERSIONS
-from glue_compiler.fx.operators import Call, Operators, Value
+from glue_compiler.fx.operators import FOUND, Call, Operators, Value
 from glue_compiler.fx.values import value_of
 from glue_compiler.ops.mask_blocks import EmptyRows, Kind, hidden_below
 from glue_compiler.passes.specialize_attention.attention_parts import Chain, Mask, NotAttention
 from glue_compiler.passes.specialize_attention.gates import Gate
+from glue_compiler.passes.specialize_attention.gradients import Gradients
 from glue_compiler.passes.specialize_attention.operands import before_widening, is_zeros, operand_behind
 from glue_compiler.passes.specialize_attention.products import product_of
 from glue_compiler.passes.specialize_attention.weights import (
@@ -72,12 +73,14 @@ def read_written_out(output: Value, call: Call, gate: Gate | None, reader: Index
     if chain.has_sinks:
         weights = without_sinks(weights, chain, operators)
     weights = _without_floor(weights, chain, reader)
-    scores = _capped(_biased(_masked(weights, chain, reader), chain, operators), chain, operators)
+    scores = _multiplied(_biased(_masked(weights, chain, reader), chain, operators), chain, output.node, operators)
+    scores = _capped(scores, chain, operators)
     product = product_of(operators.does(scores), operators)
     if product is None or (chain.has_floor and chain.mask is None):
         raise NotAttention(_CHANGED)
     if product.added is not None and not is_zeros(product.added, output.node, reader):
-        if chain.scale != 1 or chain.softcap is not None or chain.bias is not None or not _takes_a_bias(chain):
+        is_changed = chain.scale != 1 or chain.softcap is not None or chain.factors is not None
+        if is_changed or chain.bias is not None or not _takes_a_bias(chain):
             raise NotAttention(_CHANGED)
         chain.bias = product.added
     hidden_twice(chain, output.node, reader)
@@ -97,6 +100,8 @@ def read_written_out(output: Value, call: Call, gate: Gate | None, reader: Index
     if any(node is None or node.graph is not output.node.graph for node in nodes):
         return None
     inside = _used_here_alone([node for node in nodes if node is not None], scores, output.node, operators)
+    if any(operators.node_of(each) in inside for each in _operands(chain)):
+        raise NotAttention("scores are added to or multiplied by themselves")
     _require_one_autocast(inside, output.node, operators)
     _require_one_precision((query, key, value), chain.links, output, operators)
     return WrittenOut(query, key, value, chain, inside, is_key_transposed)
@@ -104,7 +109,7 @@ def read_written_out(output: Value, call: Call, gate: Gate | None, reader: Index
 
 def _require_one_grouping(query: Value, chain: Chain, operators: Operators) -> None:
     """Rows and heads that are one dimension in one place are told apart as the query's, of which masks are read."""
-    masks = [each.value for each in chain.mask.parts] if chain.mask is not None else []
+    masks = [each for each in _operands(chain) if each != chain.bias]
     shapes = {link: operators.meta(link).shape for link in chain.links}
     merged = [operators.does(link) for link, shape in shapes.items() if len(shape) == 3]
     given = [each for each in masks if any(call and each in call.arguments.values() for call in merged)]
@@ -194,9 +199,16 @@ def _is_filled(value: Value, mask: Value, role: Kind, filling: Any, chain: Chain
     low = _filling(filling, role, chain.factor, value, reader)
     if reader.dtype(mask) != torch.bool or low is None:
         return False
-    chain.mask = Mask(mask, role, _without_keys(low, chain), also=chain.mask)
+    empty_rows = _without_keys(low, chain)
+    chain.mask = Mask(mask, role, empty_rows, chain.factor, chain.mask, low / chain.factor, reader.dtype(value))
     chain.links.append(value)
     return True
+
+
+def _operands(chain: Chain) -> list[Value]:
+    """What is added to the scores, hides some, or multiplies them."""
+    masks = [each.value for each in chain.mask.parts] if chain.mask is not None else []
+    return [*masks, *(each for each in (chain.bias, chain.factors) if each is not None)]
 
 
 def _is_of_rows_and_heads(value: Value, operators: Operators) -> bool:
@@ -207,9 +219,7 @@ def _is_of_rows_and_heads(value: Value, operators: Operators) -> bool:
 
 def _takes_a_bias(chain: Chain) -> bool:
     """May numbers be added to the scores before the mask of the chain?"""
-    if chain.mask is None or chain.factor != 1:
-        return False
-    return len({mask.role == "added" for mask in chain.mask.parts}) == 1
+    return chain.mask is not None and chain.factor == 1
 
 
 def _biased(value: Value, chain: Chain, operators: Operators) -> Value:
@@ -320,7 +330,38 @@ def _are_scores(value: Value, operators: Operators) -> bool:
 
 
 def _is_product(value: Value, operators: Operators) -> bool:
+    behind = _scaled(value, Chain(), operators)
+    if any(_is_capped(scores, operators) for scores, _ in _factors_of(behind, operators)):
+        return True
+    return _is_capped(value, operators)
+
+
+def _is_capped(value: Value, operators: Operators) -> bool:
     return product_of(operators.does(_capped(value, Chain(), operators)), operators) is not None
+
+
+def _multiplied(value: Value, chain: Chain, output: fx.Node, operators: Operators) -> Value:
+    """Takes a tensor off the scores that they are multiplied by, after a soft cap."""
+    if not _takes_a_bias(chain):
+        return value
+    behind = dataclasses.replace(chain, links=[])
+    product = _scaled(value, behind, operators)
+    for scores, factors in _factors_of(product, operators):
+        is_known = factors.step != FOUND and not Gradients(output, operators).reach(factors)
+        if is_known and _is_capped(scores, operators):
+            chain.links += [*behind.links, product]
+            chain.scale, chain.factors = behind.scale, factors
+            return scores
+    return value
+
+
+def _factors_of(value: Value, operators: Operators) -> list[tuple[Value, Value]]:
+    """The scores and the tensor that they may be multiplied by in ``value``, either way round."""
+    match operators.does(value):
+        case Call(aten.mul | aten.mul_ as times, {"self": Value() as first, "other": Value() as second}):
+            pairs = [(first, second), (second, first)][: 2 if times is aten.mul else 1]
+            return pairs if all(operators.is_tensor(each) for each in (first, second)) else []
+    return []
 
 
 def _used_here_alone(links: list[fx.Node], scores: Value, output: fx.Node, operators: Operators) -> tuple[fx.Node, ...]:

@@ -121,8 +121,15 @@ def _written_out(draw: Draw, masks: Masks, query: str, key: str, value: str) -> 
     regroups = not is_merged and draw.chance(0.06)
     if regroups:
         scores = draw.let("scores", _regrouped(draw, scores, draw.pick("HEADS, B, T, S", "1, -1, T, S")), "float", 4)
+    if how < 9 and draw.chance(0.1):  # by a mask, as openai-gpt has it, or other numbers
+        by = draw.pick(masks.boolean(), f"({masks.boolean()}).to(FLOAT)", f"({masks.learned()}).detach()")
+        scores = draw.let("scores", draw.pick(f"{scores} * {by}", f"torch.mul({by}, {scores})"), "float", 4)
     if how < 9 and draw.chance(0.2):
         scores = draw.let("scores", f"{scores} + {masks.added()}", "float", 4)
+    elif how < 9 and draw.chance(0.15):  # as gpt_neo has two masks
+        low = draw.pick("float('-inf')", "torch.finfo(FLOAT).min", "-1e30", "-1e9", "-20.0")
+        text = f"torch.where({masks.boolean()}, {scores}, torch.full((), {low}, dtype=FLOAT{draw.at}))"
+        scores = draw.let("scores", text, "float", 4)
     if how < 4:
         bias = masks.added()
         text = draw.mostly(

@@ -65,7 +65,11 @@ CHANGES = {
         lambda s, d: (torch.where(causal(), s, -1e30) + added(documents(d))) / 4.0,
         PACKED,
     ),
-    "one of two is read": (lambda s, d: torch.where(causal(), s, -1e30) + added(KEYS), "there are two masks"),
+    "one of two is read": (lambda s, d: torch.where(causal(), s, -1e30) + added(KEYS), LISTED),
+    "one of two is read, and scaled": (
+        lambda s, d: (torch.where(causal(), s, -1e30) + added(KEYS)) / 4.0,
+        "there are two masks, and the scores are scaled",
+    ),
     "one of two hides little": (lambda s, d: torch.where(causal(), s, -20.0) + added(documents(d)), UNKNOWN),
     "less the maximum": (lambda s, d: less_most(t := s.masked_fill(~documents(d), -1e30), t), PACKED),
     "less the maximum where some see nothing": (

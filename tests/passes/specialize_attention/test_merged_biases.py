@@ -72,7 +72,7 @@ ADDED = {
     "doubled": (attention(lambda b, q, k: baddbmm(2 * b, q, k)), LISTED),
     "not read": (attention(lambda b, q, k: baddbmm(b, q, k, beta=0), filled), LISTED),
     "of rows in another order": (attention(lambda b, q, k: baddbmm(b.flip(0), q, k)), LISTED),
-    "under a finite number that is filled in": (attention(baddbmm, finite), "may hide more than the finite number"),
+    "under a finite number that is filled in": (attention(baddbmm, finite), LISTED),
     "by another factor": (attention(lambda b, q, k: baddbmm(b, q, k, beta=2)), CHANGED),
     "scaled afterwards": (attention(baddbmm, again=lambda s: s * 2.0), CHANGED),
     "capped afterwards": (attention(baddbmm, again=torch.tanh), CHANGED),
