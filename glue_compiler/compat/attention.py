@@ -151,17 +151,20 @@ def flex_attention(
     return out, logsumexp * math.log(2)  # it is to the base of 2
 
 
+def most_score_bytes(device: torch.device) -> float:
+    """That a kernel may read for each score: more than four were not tried for room in shared memory."""
+    return 4 if device.type == "cuda" else math.inf
+
+
 def _fewer_stages(size: int, score_bytes: int) -> dict[str, int]:
     """Options for a kernel that reads ``score_bytes`` for each score and has heads of ``size``, so that it fits.
 
     Triton loads them ahead like keys and values, which Inductor's choice of blocks and stages does not count: with
     numbers of four bytes blocks of 128 x 128 take 240 KiB in three stages, and an H200 has 227 of shared memory. Two
-    are no more than Inductor takes itself for these sizes on any generation, and hold up to six bytes; for larger ones
-    it takes smaller blocks, and so does backward, both of which fit.
+    are no more than Inductor takes itself for these sizes on any generation; for larger ones it takes smaller blocks,
+    and so does backward, both of which fit.
     """
-    if score_bytes < 4 or size > 128:
-        return {}
-    return {"fwd_num_stages": 2 if score_bytes <= 6 else 1}
+    return {"fwd_num_stages": 2} if score_bytes >= 4 and size <= 128 else {}
 
 
 def cudnn_before_flash() -> AbstractContextManager[Any]:

@@ -12,8 +12,9 @@ import sympy
 import torch
 from torch import fx
 
-from glue_compiler.compat.attention import has_flex_gradient
-from glue_compiler.fx.index_expressions import IndexReader
+from glue_compiler.compat.attention import has_flex_gradient, most_score_bytes
+from glue_compiler.fx.index_expressions import IndexReader, Unreadable
+from glue_compiler.fx.index_numbers import as_number, holds_where, is_selected_constant
 from glue_compiler.fx.index_views import Element, NotAView, broadcast_index, source_of
 from glue_compiler.fx.operators import FOUND, Operators, Value
 from glue_compiler.fx.value_numbering import Scope
@@ -22,6 +23,7 @@ from glue_compiler.ops.mask_blocks import EmptyRows, Kind
 from glue_compiler.passes.specialize_attention.attention_parts import AttentionSite, Mask
 from glue_compiler.passes.specialize_attention.gradients import Gradients
 from glue_compiler.passes.specialize_attention.masks import UnknownMask
+from glue_compiler.passes.specialize_attention.operands import places
 
 aten = torch.ops.aten
 _GIVEN = ("placeholder", "get_attr")
@@ -131,9 +133,45 @@ def _of_steps(mask: Mask, bias: Elements | None, site: AttentionSite, reader: In
         steps.append(Step(elements, part.role, part.filling, part.dtype))
     factors = None
     if site.factors is not None:
+        _require_small_factors(site.factors, reader)
         factors = _elements(site.factors, reader.dtype(site.factors) != torch.bool, site, reader)
+    _require_room(steps, factors, site)
     empty_rows: EmptyRows = "nan" if site.sinks is None or site.is_gated else "zeros"
     return ListedMask(steps[-1].elements, "added", empty_rows, None, tuple(steps), factors)
+
+
+def _require_small_factors(factors: Value, reader: IndexReader) -> None:
+    """So that the numbers that are added say how large scores are: weights are found again from that in backward."""
+    if reader.dtype(factors) == torch.bool:
+        return
+    try:
+        number = as_number(reader.read(factors, places(reader.operators.meta(factors).rank)))
+        is_small = is_selected_constant(number) and holds_where(number, _is_small) == sympy.true
+    except (Unreadable, NotAView):
+        is_small = False
+    if not is_small:
+        raise UnknownMask(
+            "its scores are multiplied by numbers that may be large; a boolean mask, or ones and zeros that are made "
+            "of one, would be read"
+        )
+
+
+def _is_small(number: Any) -> bool:
+    return number.is_extended_real is True and bool(abs(number) <= 1)
+
+
+def _require_room(steps: list[Step], factors: Elements | None, site: AttentionSite) -> None:
+    """Of numbers alone there is some in any dtype."""
+    is_filled = any(step.kind != "added" for step in steps)
+    if not is_filled and factors is None:
+        return
+    added = [value_of(step.elements.node).dtype for step in steps if step.kind == "added"]
+    filled = [step.dtype for step in steps if step.dtype is not None]
+    numbers = max(torch.float32.itemsize if each == torch.float16 else each.itemsize for each in (*added, *filled))
+    of_factors = value_of(factors.node).dtype.itemsize if factors is not None else torch.bool.itemsize
+    most = most_score_bytes(value_of(site.query).device)
+    if numbers + of_factors > most:
+        raise UnknownMask(f"kernels would read {numbers + of_factors} bytes for each score, and take {most}")
 
 
 def _elements(

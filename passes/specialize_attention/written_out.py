@@ -11,6 +11,7 @@ import sympy
 import torch
 from torch import fx
 
+from glue_compiler.fx.effects import Kind as EffectKind
 from glue_compiler.fx.index_expressions import IndexReader, Unreadable
 from glue_compiler.fx.index_operators import CONVERSIONS
 from glue_compiler.fx.operators import FOUND, Call, Operators, Value
@@ -308,6 +309,8 @@ def _scaled(value: Value, chain: Chain, operators: Operators) -> Value:
                 factor = 1 / divisor if is_number and not is_rounded else None
             case Call(operator, {"self": scores}) if operator in CONVERSIONS:
                 factor = 1
+            case Call(aten.add | aten.add_ | aten.sub | aten.sub_, {"self": scores, "other": 0 | 0.0}):
+                factor = 1  # nothing is added where a model has no term of relative positions
             case _:
                 return value
         if not operators.is_tensor(scores) or not isinstance(factor, int | float):
@@ -377,6 +380,10 @@ def _used_here_alone(links: list[fx.Node], scores: Value, output: fx.Node, opera
         node = waiting.pop()
         for user in node.users:
             if user is output or user in inside or _reads_sizes_alone(user, node, scores, operators):
+                continue
+            effects = operators.numbering.effects.get(user)
+            if not user.users and effects is not None and effects.kind is EffectKind.PURE:
+                inside[user] = None  # such as a view of which a model has read the sizes
                 continue
             if not user.op.startswith("call_") or operators.value(user) not in values:
                 raise NotAttention("the attention weights or scores are used elsewhere too")

@@ -52,7 +52,7 @@ def test_boolean_masks(sizes, name, kind, empty_rows):
 
 
 @pytest.mark.parametrize("sizes", [(300, 300), (256, 256), (130, 400)], ids=str)
-@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.bool), (torch.float32, torch.bool), (torch.float32,) * 2])
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.bool), (torch.bfloat16,) * 2])
 @pytest.mark.parametrize("size", [16, 64, 128])
 def test_scores_that_are_multiplied_before_numbers_are_added(sizes, dtypes, size):
     of_numbers, of_factors = dtypes

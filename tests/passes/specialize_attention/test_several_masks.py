@@ -73,15 +73,15 @@ MASKS = {
         lambda s, m, b: (s + b).masked_fill(~CAUSAL, -1e9).masked_fill(~m, -1e30)
     ),
     "filled in place": attention(lambda s, m, b: s.masked_fill_(~CAUSAL, -1e30).add_(hidden(m))),
-    # openai-gpt of transformers
     "multiplied by a mask": attention(lambda s, m, b: s * CAUSAL.double() + -1e4 * (1 - CAUSAL.double()) + hidden(m)),
     "multiplied by a boolean mask": attention(lambda s, m, b: s * CAUSAL + hidden(CAUSAL & m)),
-    "multiplied by numbers": attention(lambda s, m, b: TOKEN.double() * s + hidden(m)),
-    "multiplied by numbers of any sign, filled": attention(lambda s, m, b: (s * (TOKEN - 4.0)).masked_fill(~m, -1e30)),
-    "multiplied, then learned numbers, then filled": attention(
-        lambda s, m, b: (s * (TOKEN - 4.0) + b).masked_fill(~m, INFINITE)
+    "a mask that is multiplied": attention(lambda s, m, b: CAUSAL.double() * s + hidden(m)),
+    "multiplied by small numbers of any sign": attention(
+        lambda s, m, b: (s * (CAUSAL.double() * 1.5 - 1.0)).masked_fill(~m, -1e30)
     ),
-    "multiplied by one number of a tensor": attention(lambda s, m, b: s * TOKEN[2].double() + hidden(m)),
+    "multiplied, then learned numbers, then filled": attention(
+        lambda s, m, b: (s * CAUSAL.double() + b).masked_fill(~m, INFINITE)
+    ),
     "capped, then multiplied": attention(lambda s, m, b: s.tanh() * CAUSAL.double() + hidden(m)),
     "multiplied, then scaled": attention(lambda s, m, b: s * CAUSAL.double() * 0.5 + hidden(m)),
 }
@@ -102,6 +102,17 @@ OTHERS = {
         "the scores are scaled afterwards",
     ),
     "hides little": (attention(lambda s, m, b: torch.where(CAUSAL, s, -20.0) + hidden(m)), CHANGED),
+    # openai-gpt of transformers has a buffer of ones and zeros, which says nothing of itself.
+    "multiplied by an input": (attention(lambda s, m, b: s * b.detach() + hidden(m)), "may be large"),
+    "multiplied by places": (attention(lambda s, m, b: s * (TOKEN - 4.0) + hidden(m)), "may be large"),
+    "multiplied by a choice of large numbers": (
+        attention(lambda s, m, b: s * hidden(CAUSAL) + hidden(m)),
+        "may be large",
+    ),
+    "multiplied by minus infinity": (
+        attention(lambda s, m, b: s * hidden(CAUSAL, INFINITE) + hidden(m)),
+        "may be large",
+    ),
     "factors with a gradient": (attention(lambda s, m, b: s * b + hidden(m)), CHANGED),
     "multiplied after numbers": (
         attention(lambda s, m, b: (s + b) * CAUSAL.double() + hidden(m)),
@@ -141,7 +152,7 @@ def test_what_is_no_such_mask_stays(name):
 def test_a_mask_that_is_proved_does_not_hide_that_scores_are_multiplied():
     def fn(query, key, value):
         token = torch.arange(T)
-        scores = query @ key.mT * (token - 4.0)
+        scores = query @ key.mT * (token % 2 == 0).double()
         return F.softmax(scores.masked_fill(token[:, None] < token, INFINITE), -1) @ value
 
     assert_as_eager(fn, LISTED)
@@ -216,3 +227,41 @@ def test_in_a_checkpoint_body():
         return query
 
     assert_as_eager(fn, {"listed": 2}, [CAUSAL, some_keys(0.15)], inputs(2), eager=False)
+
+
+def viewed(use):
+    """``use``: (view, scores) → scores; prophetnet of transformers takes the sizes of such a view."""
+
+    def fn(query, key, value, bias):
+        scores = query @ key.mT * 0.25
+        view = scores.view(2, 2, T, T)
+        return F.softmax(use(view, scores) + bias.reshape(1, *view.shape[1:]) + hidden(CAUSAL), -1) @ value
+
+    return fn
+
+
+VIEWED = {
+    "its sizes": (viewed(lambda view, scores: scores), LISTED),
+    "its sum, which nothing uses": (viewed(lambda view, scores: (view.sum(), scores)[1]), "used elsewhere"),
+    "written": (viewed(lambda view, scores: (view.detach().mul_(0.5), scores)[1]), {}),
+    "added": (viewed(lambda view, scores: scores + view.sum() * 1e-3), "used elsewhere|changed in another way"),
+}
+
+
+@pytest.mark.parametrize("name", VIEWED)
+def test_a_view_of_the_scores_that_nothing_uses(name):
+    bias = torch.randn(1, 2, T, T, dtype=torch.float64, requires_grad=True)
+    fn, expected = VIEWED[name]
+    assert_as_eager(fn, expected, tensors=[*inputs(2), bias])
+
+
+@pytest.mark.parametrize(("low", "expected"), [(INFINITE, LISTED), (-1e30, "would read 9 bytes for each score")])
+def test_what_a_kernel_has_no_room_for_stays(low, expected, monkeypatch):
+    """As on a GPU; beside minus infinity the mask itself is read, and not numbers."""
+    monkeypatch.setattr("glue_compiler.passes.specialize_attention.listed_masks.most_score_bytes", lambda device: 8)
+    visible = some_keys()
+    assert_as_eager(
+        lambda q, k, v: attention(lambda s, m, b: (s + alibi()).masked_fill(~m, low))(q, k, v, 0, visible),
+        expected,
+        tensors=inputs(2),
+    )

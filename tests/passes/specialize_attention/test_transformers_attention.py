@@ -193,7 +193,6 @@ OTHERS = {
     "gpt_neo": {"hidden_size": 32, "num_heads": 4, "num_layers": 1, "attention_types": [[["global"], 1]]},
     "gpt_neox_japanese": {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1},
     "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 1},
-    "openai-gpt": {"n_embd": 32, "n_head": 4, "n_layer": 1},
 }
 
 
