@@ -73,7 +73,7 @@ def test_zeros_that_are_filled_in_the_weights(name, share):
     assert_as_eager(*FILLED[name], [visible], inputs(2))
 
 
-@pytest.mark.parametrize(("low", "expected"), [(INFINITE, LISTED), (-1e30, "where finite numbers were")])
+@pytest.mark.parametrize(("low", "expected"), [(INFINITE, LISTED), (-1e30, "added to its scores before finite ones")])
 def test_zeros_that_are_filled_in_beside_a_learned_bias(low, expected):
     visible = some_keys(0.15)
 
