@@ -110,6 +110,7 @@ def flex_attention(
     scale: float,
     score: Callable[..., Tensor] | None = None,
     score_tensors: tuple[Tensor, ...] = (),
+    score_bytes: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """flex_attention's operator itself, for graphs that are being traced; Inductor makes the kernel.
 
@@ -124,6 +125,7 @@ def flex_attention(
         mask: ``(batch, head, query, key, *mask_tensors)`` → bool; read in blocks with a mask alone.
         scale: multiplies the scores.
         score: ``(score, batch, head, query, key, *score_tensors)`` → what takes the place of a scaled score.
+        score_bytes: that it reads for each score.
 
     Returns:
         ``[B, Hq, Q, D]``, and the logsumexp of the scores, fp32 (fp64 for fp64) ``[B, Hq, Q]``, to the base of e.
@@ -137,7 +139,7 @@ def flex_attention(
     block_mask = module.BlockMask(lengths, *lists, BLOCK_SIZE=(block, block), mask_mod=lambda *places: mask(*places))
     score_mod = module._identity if score is None else lambda *given: score(*given)
     # AUTO would take a decoding kernel for short rows.
-    given = {"BACKEND": "TRITON", **_fewer_stages(query.shape[3], score_tensors)}
+    given = {"BACKEND": "TRITON", **_fewer_stages(query.shape[3], score_bytes)}
     options = module._apply_kernel_options(query, key, value, False, given)
     # The operator traces the gradient of its scores with autograd, where a checkpoint around an eager call would take
     # what that saves for the forward's own, and compute it again in the middle of it.
@@ -149,16 +151,20 @@ def flex_attention(
     return out, logsumexp * math.log(2)  # it is to the base of 2
 
 
-def _fewer_stages(size: int, score_tensors: tuple[Tensor, ...]) -> dict[str, int]:
-    """Options for a kernel that reads ``score_tensors`` for heads of ``size``, so that it fits into shared memory.
+def most_score_bytes(device: torch.device) -> float:
+    """That a kernel may read for each score: more than four were not tried for room in shared memory."""
+    return 4 if device.type == "cuda" else math.inf
+
+
+def _fewer_stages(size: int, score_bytes: int) -> dict[str, int]:
+    """Options for a kernel that reads ``score_bytes`` for each score and has heads of ``size``, so that it fits.
 
     Triton loads them ahead like keys and values, which Inductor's choice of blocks and stages does not count: with
-    numbers of four bytes blocks of 128 x 128 take 240 KiB in three stages, and an H200 has 227. Two are no more than
-    Inductor takes itself for these sizes on any generation; for larger ones it takes smaller blocks, and so does
-    backward, both of which fit.
+    numbers of four bytes blocks of 128 x 128 take 240 KiB in three stages, and an H200 has 227 of shared memory. Two
+    are no more than Inductor takes itself for these sizes on any generation; for larger ones it takes smaller blocks,
+    and so does backward, both of which fit.
     """
-    is_wide = any(tensor.element_size() >= 4 for tensor in score_tensors)
-    return {"fwd_num_stages": 2} if is_wide and size <= 128 else {}
+    return {"fwd_num_stages": 2} if score_bytes >= 4 and size <= 128 else {}
 
 
 def cudnn_before_flash() -> AbstractContextManager[Any]:

@@ -48,6 +48,9 @@ class BodyCall:
         graph = self.body.graph
         with graph.inserting_after(last) if last else graph.inserting_before(next(iter(graph.nodes))):
             placeholder = graph.placeholder(value.name)
+        # Code binds one parameter, called as its target, after the other to a variable called as the node: one's name
+        # may be the other's target.
+        placeholder.target = placeholder.name
         placeholder.meta.update({k: v for k, v in value.meta.items() if k in ("example_value", "val", "stack_trace")})
         return placeholder
 

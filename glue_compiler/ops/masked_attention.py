@@ -17,7 +17,7 @@ from glue_compiler.ops.mask_blocks import as_four
 
 @composite(
     "(Tensor query, Tensor key, Tensor value, Tensor mask, Tensor[] lists, str kind, str empty_rows, "
-    "float? scale=None, float? softcap=None, Tensor? sinks=None, Tensor? bias=None) -> Tensor"
+    "float? scale=None, float? softcap=None, Tensor? sinks=None, Tensor? bias=None, Tensor? factors=None) -> Tensor"
 )
 def masked_attention(
     query: Tensor,
@@ -31,6 +31,7 @@ def masked_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
+    factors: Tensor | None = None,
 ) -> Tensor:
     """``scaled_dot_product_attention`` under a mask of which whole blocks hide everything.
 
@@ -49,6 +50,9 @@ def masked_attention(
         sinks: floating ``[Hq]`` or ``[B, Hq, Q, 1]``: a score of one more key for each query, whose value is zero.
         bias: floating, broadcastable to ``[B, Hq, Q, K]``: is added to the scores beside a boolean mask, in memory as
             that is.
+        factors: bool or floating without a gradient, broadcastable to ``[B, Hq, Q, K]``: multiplies the scores before
+            numbers are added to them, of ``kind="added"`` alone, in memory as the mask is. Where it is False, a score
+            is zero, whatever it was.
 
     Returns:
         ``[B, Hq, Q, D]``.
@@ -70,6 +74,7 @@ def masked_attention(
     if bias is not None:
         biases = _Elements(_of_all_places(as_four(bias), query, key))
         offsets = _Elements(as_four(lists[9][..., None]))
+    kept = _Elements(as_four(factors)) if factors is not None else None
     is_mean = empty_rows == "mean" and kind != "added"
 
     def is_seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor, *tensors: Tensor) -> Tensor:
@@ -85,8 +90,13 @@ def masked_attention(
         if kind == "added":
             number, offset = (
                 each.at(tensor, batch, head, query, key).to(score.dtype)
-                for each, tensor in zip((elements, rows), tensors, strict=True)
+                for each, tensor in zip((elements, rows), tensors[:2], strict=True)
             )
+            if kept is not None:
+                factor = kept.at(tensors[2], batch, head, query, key)
+                score = (
+                    torch.where(factor, score, 0.0) if factor.dtype == torch.bool else score * factor.to(score.dtype)
+                )
             # In this order, so that a number that swallows the score does so here too. Without the offset backward
             # would take a difference of two such numbers for the logarithm of a weight.
             return (score + number) - offset
@@ -101,7 +111,7 @@ def masked_attention(
     of_mask: tuple[Tensor, ...] = ()
     of_score: tuple[Tensor, ...] = ()
     if kind == "added":
-        of_score = (elements.tensor, rows.tensor)
+        of_score = (elements.tensor, rows.tensor, *(() if kept is None else (kept.tensor,)))
     elif is_mean:
         of_mask, of_score = (elements.tensor, rows.tensor), (rows.tensor,)
     else:
@@ -113,11 +123,11 @@ def masked_attention(
     with torch.autocast(query.device.type, enabled=False):
         # Off a GPU torch rounds the scores to the operands' dtype, which its kernel on one does not.
         q, k, v = query.to(dtype), key.to(dtype), value.to(dtype)
-        if score is not None and _is_dense(query, of_score):
-            out, logsumexp = dense_attention(q, k, v, is_seen, of_mask, scale, score, of_score)
+        if _is_dense(query, sinks, of_score):
+            out, logsumexp = dense_attention(q, k, v, is_seen, of_mask, scale, score or _unchanged, of_score)
         else:
             out, logsumexp = attention.flex_attention(
-                q, k, v, tuple(blocks), BLOCK, is_seen, of_mask, scale, score, of_score
+                q, k, v, tuple(blocks), BLOCK, is_seen, of_mask, scale, score, of_score, _bytes_of(mask, bias, factors)
             )
         if sinks is not None:
             has_offset = kind == "added" or biases is not None
@@ -129,8 +139,19 @@ def masked_attention(
         return out.to(query.dtype)
 
 
-def _is_dense(query: Tensor, of_score: tuple[Tensor, ...]) -> bool:
-    return not query.is_cuda and _has_gradient(*of_score)
+def _is_dense(query: Tensor, sinks: Tensor | None, of_score: tuple[Tensor, ...]) -> bool:
+    """Off a GPU flex_attention has no gradients of numbers, and in fp64 those of its logsumexp are of fp32."""
+    return not query.is_cuda and (_has_gradient(*of_score) or (sinks is not None and _has_gradient(query, sinks)))
+
+
+def _bytes_of(mask: Tensor, bias: Tensor | None, factors: Tensor | None) -> int:
+    """Bytes that are read for each score to change it."""
+    numbers = mask if mask.is_floating_point() else bias
+    return sum(each.element_size() for each in (numbers, factors) if each is not None)
+
+
+def _unchanged(score: Tensor, *given: Tensor) -> Tensor:
+    return score
 
 
 def _has_gradient(*tensors: Tensor) -> bool:

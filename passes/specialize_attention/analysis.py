@@ -165,6 +165,7 @@ def _changes(site: AttentionSite) -> list[str]:
         "it has attention sinks": site.sinks,
         "its scores are capped": site.softcap,
         "numbers are added to its scores": site.bias,
+        "its scores are multiplied by a tensor": site.factors,
     }
     return [change for change, by in changes.items() if by is not None]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import sympy
@@ -16,20 +16,24 @@ from glue_compiler.fx.index_views import Element, NotAView, broadcast_index, sou
 from glue_compiler.fx.operators import Call, Operators, Value
 from glue_compiler.fx.value_numbering import Scope
 from glue_compiler.fx.values import value_of
-from glue_compiler.passes.specialize_attention.attention_parts import AttentionSite, Mask, NotAttention
+from glue_compiler.passes.specialize_attention.attention_parts import AttentionSite, Chain, Mask, NotAttention
+from glue_compiler.passes.specialize_attention.gates import Gate, read_gate
 from glue_compiler.passes.specialize_attention.gradients import Gradients
-from glue_compiler.passes.specialize_attention.written_out import Chain, has_softmax, read_written_out
+from glue_compiler.passes.specialize_attention.operands import places
+from glue_compiler.passes.specialize_attention.weights import has_softmax
+from glue_compiler.passes.specialize_attention.written_out import read_written_out
 
 aten = torch.ops.aten
 
 _PRODUCTS = (aten.matmul, aten.einsum, aten.bmm)
-_ENDS = (aten.scaled_dot_product_attention, *_PRODUCTS)
+_ENDS = (aten.scaled_dot_product_attention, *_PRODUCTS, aten.mul)
 """What gives the result of an attention."""
 
 
-def attention_sites(scope: Scope, reader: IndexReader) -> Iterator[AttentionSite | tuple[fx.Node, str]]:
+def attention_sites(scope: Scope, reader: IndexReader) -> Iterable[AttentionSite | tuple[fx.Node, str]]:
     """The attentions in one graph that have a mask, and (node, reason) for those that are left alone at first sight."""
     operators = reader.operators
+    sites: dict[fx.Node, AttentionSite | tuple[fx.Node, str]] = {}
     for node in scope.module.graph.nodes:
         found = value_of(node)
         if not node.op.startswith("call_") or not isinstance(found, torch.Tensor):
@@ -38,22 +42,27 @@ def attention_sites(scope: Scope, reader: IndexReader) -> Iterator[AttentionSite
             continue
         value = operators.value(node)
         call = operators.does(value) if value.node is node else None
+        if call is None or call.operator not in _ENDS:
+            continue
+        gate = read_gate(value, call, reader) if call.operator is aten.mul else None
+        if gate is None and call.operator is aten.mul:
+            continue
+        site: AttentionSite | tuple[fx.Node, str] | None
         try:
-            if call is None:
-                continue
             if call.operator is aten.scaled_dot_product_attention:
                 site = _operator_site(node, call, scope, reader)
-            elif call.operator in _PRODUCTS:
-                site = _written_out_site(value, call, scope, reader)
-                if site is None and has_softmax(call, operators):
-                    raise NotAttention("softmax between two products that are not of query, key and value [B, H, T, D]")
             else:
-                continue
+                site = _written_out_site(value, call, gate, scope, reader)
+                if site is None and gate is None and has_softmax(call, operators):
+                    raise NotAttention("softmax between two products that are not of query, key and value [B, H, T, D]")
         except NotAttention as reason:
-            yield node, str(reason)
-        else:
-            if site is not None:
-                yield site
+            site = node, str(reason)
+        if site is None:
+            continue
+        if gate is not None:
+            sites.pop(gate.result.node, None)  # what was said of it, which this is a part of
+        sites[node] = site
+    return sites.values()
 
 
 def _operator_site(node: fx.Node, call: Call, scope: Scope, reader: IndexReader) -> AttentionSite | None:
@@ -69,8 +78,10 @@ def _operator_site(node: fx.Node, call: Call, scope: Scope, reader: IndexReader)
     return _site(scope, reader, node, operands, chain, given["enable_gqa"])
 
 
-def _written_out_site(value: Value, call: Call, scope: Scope, reader: IndexReader) -> AttentionSite | None:
-    found = read_written_out(value, call, reader)
+def _written_out_site(
+    value: Value, call: Call, gate: Gate | None, scope: Scope, reader: IndexReader
+) -> AttentionSite | None:
+    found = read_written_out(value, call, gate, reader)
     if found is None:
         return None
     operands = (found.query, found.key, found.value)
@@ -144,7 +155,10 @@ def _site(
         float(scale) if scale is not None else None,
         chain.softcap,
         sinks,
+        chain.gated is not None,
         chain.bias,
+        chain.is_bias_merged,
+        chain.factors,
         inside,
         is_key_transposed,
     )
@@ -196,22 +210,24 @@ def _before_repeat(node: fx.Node, value: Value, heads: Any, gradients: Gradients
     return node
 
 
-def _sinks(column: Value, heads: Any, gradients: Gradients, reader: IndexReader) -> fx.Node | None:
-    """The scores ``[Hq]`` of which ``column``, ``[B, Hq, Q, 1]``, holds one for each query; or the column itself."""
-    operators, whole = reader.operators, column
-    wanted = tuple(sympy.Symbol(name, integer=True, nonnegative=True) for name in "bhq")
-    element = Element(column, broadcast_index((*wanted, sympy.Integer(0)), reader.shape(column)))
-    while gradients.pass_through(element.value.node):
-        try:
-            element = source_of(operators, element.value, element.index)
-        except NotAView:
-            break
+def _sinks(element: Element, heads: Any, gradients: Gradients, reader: IndexReader) -> fx.Node | None:
+    """The scores ``[Hq]`` of which ``element`` is that of a head; or the column ``[B, Hq, Q, 1]`` that it is of."""
+    operators, whole = reader.operators, element.value
+    wanted = places(4)[:3]
+    is_column = element.index == broadcast_index((*wanted, sympy.Integer(0)), reader.shape(whole))
+    while True:
         if reader.shape(element.value) == (heads,) and element.index == broadcast_index(wanted[1:2], (heads,)):
             found = operators.node_of(element.value)
             is_here = found is not None and found.graph is gradients.output.graph
             if is_here and operators.is_kept(element.value, gradients.output):
                 return found
-    found = operators.operand(whole, gradients.output)
+        if not gradients.pass_through(element.value.node):
+            break
+        try:
+            element = source_of(operators, element.value, element.index)
+        except NotAView:
+            break
+    found = operators.operand(whole, gradients.output) if is_column else None
     if found is None or found.graph is not gradients.output.graph:
         raise NotAttention("attention sinks that are not in memory where the attention is")
     return found

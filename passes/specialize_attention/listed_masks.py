@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,16 +12,18 @@ import sympy
 import torch
 from torch import fx
 
-from glue_compiler.compat.attention import has_flex_gradient
-from glue_compiler.fx.index_expressions import IndexReader
+from glue_compiler.compat.attention import has_flex_gradient, most_score_bytes
+from glue_compiler.fx.index_expressions import IndexReader, Unreadable
+from glue_compiler.fx.index_numbers import as_number, holds_where, is_selected_constant
 from glue_compiler.fx.index_views import Element, NotAView, broadcast_index, source_of
 from glue_compiler.fx.operators import FOUND, Operators, Value
 from glue_compiler.fx.value_numbering import Scope
 from glue_compiler.fx.values import expression, requires_grad, storages_of, value_of
 from glue_compiler.ops.mask_blocks import EmptyRows, Kind
-from glue_compiler.passes.specialize_attention.attention_parts import AttentionSite
+from glue_compiler.passes.specialize_attention.attention_parts import AttentionSite, Mask
 from glue_compiler.passes.specialize_attention.gradients import Gradients
 from glue_compiler.passes.specialize_attention.masks import UnknownMask
+from glue_compiler.passes.specialize_attention.operands import places
 
 aten = torch.ops.aten
 _GIVEN = ("placeholder", "get_attr")
@@ -39,6 +42,7 @@ class Elements:
         is_given: it lies in memory that the graph is given, and that is not written before backward.
         has_gradient: the attention gives it one.
         factor: that it is multiplied by, with the scores.
+        heads: in which its first dimension of three is told apart from rows; None: it is not.
     """
 
     node: fx.Node
@@ -49,6 +53,21 @@ class Elements:
     is_given: bool
     has_gradient: bool = False
     factor: float = 1.0
+    heads: int | None = None
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is done to the scores: ``elements`` are added, or ``filling`` takes their place where those hide a key.
+
+    Attributes:
+        dtype: of the scores then, of what is filled in.
+    """
+
+    elements: Elements
+    kind: Kind
+    filling: float = 0.0
+    dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -57,18 +76,23 @@ class ListedMask:
 
     Attributes:
         kind: as :attr:`Mask.role`.
-        bias: numbers that are added to the scores before the mask; None: there are none. With a mask that is added
-            too, attention reads the sum of both.
+        bias: numbers that are added to the scores before the mask; None: there are none.
+        steps: of several that together are numbers that are added, all of them, from the first one on; of those the
+            last one's elements are ``elements``.
+        factors: that the scores are multiplied by before; None: they are not.
     """
 
     elements: Elements
     kind: Kind
     empty_rows: EmptyRows
     bias: Elements | None
+    steps: tuple[Step, ...] = ()
+    factors: Elements | None = None
 
     @property
     def has_gradient(self) -> bool:
-        return self.elements.has_gradient or (self.bias is not None and self.bias.has_gradient)
+        used = [self.elements, *(step.elements for step in self.steps), *([self.bias] if self.bias is not None else [])]
+        return any(each.has_gradient for each in used)
 
 
 def listed_mask(site: AttentionSite, reader: IndexReader) -> ListedMask:
@@ -80,29 +104,89 @@ def listed_mask(site: AttentionSite, reader: IndexReader) -> ListedMask:
     mask = site.mask
     if mask is None:
         raise UnknownMask("there is no mask to read")
-    if mask.also is not None:
-        raise UnknownMask("there are two masks")
-    if mask.empty_rows is None:
+    if any(each.empty_rows is None for each in mask.parts):
         raise UnknownMask("the masked scores are rounded or bounded, and what hides a key then is not known")
-    if site.bias is not None and mask.role != "added" and mask.empty_rows == "mean":
-        # A query for which they hide all keys that the mask shows gets those that are filled in.
-        raise UnknownMask("numbers are added before it, which may hide more than the finite number that it fills in")
+    bias = None
+    if site.bias is not None:
+        bias = _elements(site.bias, True, site, reader, is_merged=site.is_bias_merged)
+    # Where a bias hides all keys that the mask shows, a query gets those that a finite number is filled in for.
+    is_sum = bias is not None and (mask.role == "added" or math.isfinite(mask.filling))
+    if mask.also is not None or is_sum or site.factors is not None:
+        return _of_steps(mask, bias, site, reader)
+    assert mask.empty_rows is not None
     elements = _elements(mask.value, mask.role == "added", site, reader)
     if mask.role == "added":  # what hides keys was taken for what it is after the factor
         elements = dataclasses.replace(elements, factor=mask.factor)
-    bias = _elements(site.bias, True, site, reader) if site.bias is not None else None
     return ListedMask(elements, mask.role, mask.empty_rows, bias)
 
 
-def _elements(tensor: Value, is_added: bool, site: AttentionSite, reader: IndexReader) -> Elements:
-    operators = reader.operators
+def _of_steps(mask: Mask, bias: Elements | None, site: AttentionSite, reader: IndexReader) -> ListedMask:
+    """Masks and numbers as numbers that are added together, and which scores those are added to.
+
+    A score in whose place a number is filled in is zero, gets no gradient, and that number is added to it.
+    """
+    if any(each.factor != 1 for each in mask.parts):
+        raise UnknownMask("there are two masks, and the scores are scaled afterwards")
+    steps = [Step(bias, "added")] if bias is not None else []
+    for part in mask.parts:
+        elements = _elements(part.value, part.role == "added", site, reader)
+        steps.append(Step(elements, part.role, part.filling, part.dtype))
+    factors = None
+    if site.factors is not None:
+        _require_small_factors(site.factors, reader)
+        factors = _elements(site.factors, reader.dtype(site.factors) != torch.bool, site, reader)
+    _require_room(steps, factors, site)
+    empty_rows: EmptyRows = "nan" if site.sinks is None or site.is_gated else "zeros"
+    return ListedMask(steps[-1].elements, "added", empty_rows, None, tuple(steps), factors)
+
+
+def _require_small_factors(factors: Value, reader: IndexReader) -> None:
+    """So that the numbers that are added say how large scores are: weights are found again from that in backward."""
+    if reader.dtype(factors) == torch.bool:
+        return
+    try:
+        number = as_number(reader.read(factors, places(reader.operators.meta(factors).rank)))
+        is_small = is_selected_constant(number) and holds_where(number, _is_small) == sympy.true
+    except (Unreadable, NotAView):
+        is_small = False
+    if not is_small:
+        raise UnknownMask(
+            "its scores are multiplied by numbers that may be large; a boolean mask, or ones and zeros that are made "
+            "of one, would be read"
+        )
+
+
+def _is_small(number: Any) -> bool:
+    return number.is_extended_real is True and bool(abs(number) <= 1)
+
+
+def _require_room(steps: list[Step], factors: Elements | None, site: AttentionSite) -> None:
+    """Of numbers alone there is some in any dtype."""
+    is_filled = any(step.kind != "added" for step in steps)
+    if not is_filled and factors is None:
+        return
+    added = [value_of(step.elements.node).dtype for step in steps if step.kind == "added"]
+    filled = [step.dtype for step in steps if step.dtype is not None]
+    numbers = max(torch.float32.itemsize if each == torch.float16 else each.itemsize for each in (*added, *filled))
+    of_factors = value_of(factors.node).dtype.itemsize if factors is not None else torch.bool.itemsize
+    most = most_score_bytes(value_of(site.query).device)
+    if numbers + of_factors > most:
+        raise UnknownMask(f"kernels would read {numbers + of_factors} bytes for each score, and take {most}")
+
+
+def _elements(
+    tensor: Value, is_added: bool, site: AttentionSite, reader: IndexReader, *, is_merged: bool = False
+) -> Elements:
+    operators, heads = reader.operators, value_of(site.query).shape[1]
+    if is_merged and not isinstance(heads, int):
+        raise UnknownMask("how many heads it has is not known when the graph is compiled")
     if not operators.is_tensor(tensor):
         raise UnknownMask("the mask is not a plain tensor")
     if is_added:
         _require_numbers(tensor, site, reader)
     gradients = Gradients(site.output, operators)
     has_gradient = gradients.reach(tensor)
-    value, node = _smallest(tensor, site, reader, gradients)
+    value, node = _smallest(tensor, site, reader, gradients, is_merged)
     if has_gradient:
         _require_gradient(node, site)
     scope, source = _outermost(value, node, site, gradients if has_gradient else None, operators)
@@ -113,7 +197,8 @@ def _elements(tensor: Value, is_added: bool, site: AttentionSite, reader: IndexR
     is_given = _is_given(value, operators) and not may_be_written
     # Equal tensors may have gradients of their own.
     number = source if has_gradient else operators.number(value)
-    return Elements(node, scope, source, number, dtype, is_given, has_gradient)
+    told_apart = heads if is_merged and value_of(node).dim() == 3 and value_of(node).shape[0] != 1 else None
+    return Elements(node, scope, source, number, dtype, is_given, has_gradient, heads=told_apart)
 
 
 def _outermost(
@@ -182,10 +267,12 @@ def _cast_to(added: Value, site: AttentionSite, operators: Operators) -> torch.d
         return output.dtype if torch.is_autocast_enabled(output.device.type) else None
 
 
-def _smallest(mask: Value, site: AttentionSite, reader: IndexReader, gradients: Gradients) -> tuple[Value, fx.Node]:
+def _smallest(
+    mask: Value, site: AttentionSite, reader: IndexReader, gradients: Gradients, is_merged: bool
+) -> tuple[Value, fx.Node]:
     """The mask, or what it is expanded from, where the attention finds it; gradients of one are those of the other."""
     found = None
-    for value in _same_elements(mask, site, reader, gradients):
+    for value in _same_elements(mask, site, reader, gradients, is_merged):
         node = reader.operators.operand(value, site.output)
         if node is not None and node.graph is site.output.graph:
             found = value, node
@@ -194,10 +281,14 @@ def _smallest(mask: Value, site: AttentionSite, reader: IndexReader, gradients: 
     return found
 
 
-def _same_elements(mask: Value, site: AttentionSite, reader: IndexReader, gradients: Gradients) -> Iterator[Value]:
+def _same_elements(
+    mask: Value, site: AttentionSite, reader: IndexReader, gradients: Gradients, is_merged: bool
+) -> Iterator[Value]:
     """The mask, and those that it is a view or a copy of and that are broadcast to the scores as it is."""
     sizes = (*map(expression, value_of(site.query).shape[:3]), expression(value_of(site.value).shape[2]))
     places = tuple(sympy.Symbol(name, integer=True, nonnegative=True) for name in "bhqk")
+    if is_merged:
+        sizes, places = (sizes[0] * sizes[1], *sizes[2:]), places[1:]
     if not _fits(reader.shape(mask), sizes):
         raise UnknownMask("the sizes of the mask are not proved to be those of the scores")
     element = Element(mask, _broadcast(places, reader.shape(mask)))

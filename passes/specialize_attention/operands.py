@@ -8,7 +8,7 @@ import sympy
 import torch
 from torch import fx
 
-from glue_compiler.fx.index_expressions import IndexReader
+from glue_compiler.fx.index_expressions import IndexReader, Unreadable
 from glue_compiler.fx.index_operators import CONVERSIONS
 from glue_compiler.fx.index_views import Element, Index, NotAView, broadcast_index, reshaped_index, source_of
 from glue_compiler.fx.operators import FOUND, Operators, Value
@@ -23,7 +23,7 @@ def regrouped_from(value: Value, operators: Operators) -> Value | None:
     """
     if not operators.is_tensor(value) or operators.meta(value).rank not in (3, 4):
         return None
-    index = _symbols(operators.meta(value).rank)
+    index = places(operators.meta(value).rank)
     try:
         element = source_of(operators, value, index)
         before, after = operators.meta(element.value).shape, operators.meta(value).shape
@@ -52,7 +52,7 @@ def operand_behind(value: Any, output: fx.Node, reader: IndexReader, *, is_trans
     if operators.meta(value).rank == 4 and not is_transposed:
         return value
     shape = reader.shape(value)
-    index = _symbols(len(shape))
+    index = places(len(shape))
     element = Element(value, broadcast_index(_swapped(index) if is_transposed else index, shape))
     wanted = _swapped(shape) if is_transposed else shape
     gradients = Gradients(output, operators)
@@ -86,6 +86,21 @@ def before_widening(value: Any, output: Value, operators: Operators) -> Any:
     return value
 
 
+def places(rank: int) -> Index:
+    """Symbols for an element of a tensor ``[B, H, T, D]`` or of fewer dimensions, the last ones of those."""
+    return tuple(sympy.Symbol(name, integer=True, nonnegative=True) for name in "bhtd"[4 - rank :])
+
+
+def is_zeros(value: Value, output: fx.Node, reader: IndexReader) -> bool:
+    """Is every element known to be zero, and gets no gradient?"""
+    if Gradients(output, reader.operators).reach(value):
+        return False
+    try:
+        return bool(reader.read(value, places(reader.operators.meta(value).rank)) == 0)
+    except (Unreadable, NotAView):
+        return False
+
+
 def _same_rows(index: Index, shape: tuple[Any, ...], result: tuple[Any, ...]) -> Index | None:
     """The index into ``shape`` for element ``index`` of ``result``, if only the dimensions before the last two differ.
 
@@ -93,10 +108,6 @@ def _same_rows(index: Index, shape: tuple[Any, ...], result: tuple[Any, ...]) ->
         NotAView: their sizes are not known to fit.
     """
     return reshaped_index(index, shape, result) if shape[-2:] == result[-2:] else None
-
-
-def _symbols(rank: int) -> Index:
-    return tuple(sympy.Symbol(name, integer=True, nonnegative=True) for name in "bhtd"[4 - rank :])
 
 
 def _swapped(each: tuple[Any, ...]) -> tuple[Any, ...]:

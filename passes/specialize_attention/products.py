@@ -13,11 +13,13 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Product:
-    """``left @ right``, or ``left @ right.transpose(-1, -2)``."""
+    """``factor * left @ right``, or ``factor * left @ right.transpose(-1, -2)``, and what is ``added`` to that."""
 
     left: Value
     right: Value
     is_transposed: bool
+    factor: float = 1.0
+    added: Value | None = None
 
 
 def product_of(call: Call | None, operators: Operators) -> Product | None:
@@ -28,6 +30,18 @@ def product_of(call: Call | None, operators: Operators) -> Product | None:
             return Product(left, right, False) if is_one_rank else None
         case Call(aten.bmm, {"self": Value() as left, "mat2": Value() as right}):
             return Product(left, right, False)
+        case Call(
+            aten.baddbmm,
+            {
+                "self": Value() as added,
+                "batch1": Value() as left,
+                "batch2": Value() as right,
+                "beta": 0 | 1 as beta,
+                "alpha": int() | float() as factor,
+            },
+        ):
+            # By a beta of 0 what is added is not read: NaN in it are no NaN of the result.
+            return Product(left, right, False, factor, added if beta else None)
         case Call(aten.einsum, {"equation": str() as equation, "tensors": [Value() as first, Value() as second]}):
             factors, _, result = equation.replace(" ", "").partition("->")
             names = factors.split(",")

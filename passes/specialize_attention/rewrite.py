@@ -19,7 +19,7 @@ from glue_compiler.fx.value_numbering import Numbering, Scope
 from glue_compiler.fx.values import expression, requires_grad, storages_of, value_of
 from glue_compiler.passes.specialize_attention.analysis import Plan, Replacement
 from glue_compiler.passes.specialize_attention.attention_parts import AttentionSite
-from glue_compiler.passes.specialize_attention.listed_masks import Elements, ListedMask
+from glue_compiler.passes.specialize_attention.listed_masks import Elements, ListedMask, Step
 from glue_compiler.passes.specialize_attention.memory_layouts import has_layout, layout_of
 from glue_compiler.passes.specialize_attention.metadata_places import MetadataPlace, anchor
 from glue_compiler.passes.specialize_attention.metadata_vectors import MetadataVectors
@@ -48,6 +48,7 @@ class _Writer:
         self.metadata: dict[Any, list[fx.Node]] = {}
         self.lists: dict[Any, list[fx.Node]] = {}
         self.copies: dict[Any, fx.Node] = {}
+        self.kept: dict[Any, list[fx.Node]] = {}
         self.results: dict[fx.Node, fx.Node] = {}
         self.abandoned: list[fx.Node] = []
         """Nodes that may have lost their last user."""
@@ -57,7 +58,7 @@ class _Writer:
         packed = self._packed_metadata(replacement) if replacement.metadata is not None else None
         mask = replacement.mask
         listed = self._lists(site, mask) if mask is not None else None
-        biased = mask.bias if mask is not None and mask.kind != "added" else None
+        biased = mask.bias if mask is not None else None
         bias = self._in_memory(site, biased) if biased is not None else None
         visibility = replacement.visibility
         self.make.meta = {
@@ -168,6 +169,10 @@ class _Writer:
         assert mask is not None
         settings = (mask.kind, mask.empty_rows, scale, site.softcap)
         others: dict[str, Any] = {} if site.sinks is None else {"sinks": self.results.get(site.sinks, site.sinks)}
+        if mask.steps:
+            scope = self._scope_of(site, mask)
+            for kept in self._steps_in_memory(site, scope, mask)[1:]:
+                others["factors"] = self.make.brought_to(kept, scope, site.scope)
         if bias is not None:
             others["bias"] = bias
             lists = [*lists, self._row_offsets(site, mask)]
@@ -176,17 +181,21 @@ class _Writer:
 
     def _lists(self, site: AttentionSite, mask: ListedMask) -> tuple[fx.Node, list[fx.Node]]:
         """The mask and its block lists, as nodes of the site's graph."""
-        parts = [mask.elements] if mask.kind != "added" or mask.bias is None else [mask.bias, mask.elements]
-        scopes = {elements.scope for elements in parts}
-        scope = scopes.pop() if len(scopes) == 1 else site.scope
-        is_sum = len(parts) > 1
-        read = self._sum_in_memory(site, scope, parts) if is_sum else self._made_in_memory(site, mask.elements)
+        scope = self._scope_of(site, mask)
+        read = self._steps_in_memory(site, scope, mask)[0] if mask.steps else self._made_in_memory(site, mask.elements)
         sizes = tuple(str(expression(value_of(node).shape[2])) for node in (site.query, site.value))
-        shared = (*map(_copy_of, parts), mask.kind, mask.empty_rows, sizes, scope)
+        of_steps = tuple(map(_copy_of_step, mask.steps)) or _copy_of(mask.elements)
+        shared = (of_steps, mask.kind, mask.empty_rows, sizes, scope)
         if shared not in self.lists:
             self.lists[shared] = self._write_lists(site, mask, scope, read)
-        node = self.make.brought_to(read, scope, site.scope) if is_sum else self._in_memory(site, mask.elements)
+        node = self.make.brought_to(read, scope, site.scope) if mask.steps else self._in_memory(site, mask.elements)
         return node, [self.make.brought_to(each, scope, site.scope) for each in self.lists[shared]]
+
+    def _scope_of(self, site: AttentionSite, mask: ListedMask) -> Scope:
+        """The outermost scope in which all that the mask is made of is at hand, or the site's."""
+        parts = [mask.elements, *(step.elements for step in mask.steps), *([mask.factors] if mask.factors else [])]
+        scopes = {elements.scope for elements in parts}
+        return scopes.pop() if len(scopes) == 1 else site.scope
 
     def _write_lists(self, site: AttentionSite, mask: ListedMask, scope: Scope, node: fx.Node) -> list[fx.Node]:
         graph, before = self._set_before(site, scope)
@@ -228,26 +237,61 @@ class _Writer:
                 self.copies[shared] = self._copy(graph, self._converted(elements, elements.source))
         return self.copies[shared]
 
-    def _sum_in_memory(self, site: AttentionSite, scope: Scope, parts: list[Elements]) -> fx.Node:
-        """The sum of tensors that are added to the scores one after the other, as a node of ``scope``."""
-        shared = (scope, *map(_copy_of, parts))
-        if shared not in self.copies:
+    def _steps_in_memory(self, site: AttentionSite, scope: Scope, mask: ListedMask) -> list[fx.Node]:
+        """What all steps add to the scores together, and, if not to all scores, what those are multiplied by before.
+
+        They are nodes of ``scope``. Scores in whose place something is filled in are none.
+        """
+        factors = mask.factors
+        shared = (scope, *map(_copy_of_step, mask.steps), None if factors is None else _copy_of(factors))
+        if shared not in self.kept:
             graph, before = self._set_before(site, scope)
             with graph.inserting_before(before):
-                nodes = [self._converted(each, each.source if each.scope is scope else each.node) for each in parts]
-                # In fp16 a mask's least number and a bias may be minus infinity together.
-                nodes = [
-                    self.make.method(graph, "float", node) if value_of(node).dtype == torch.float16 else node
-                    for node in nodes
-                ]
-                self.copies[shared] = self._copy(graph, self.make.call(graph, torch.add, *nodes))
-        return self.copies[shared]
+                numbers: fx.Node | None = None
+                kept: fx.Node | None = None
+                for step in mask.steps:
+                    node = self._of_scope(scope, step.elements)
+                    if step.kind == "added":
+                        # In fp16 a mask's least number and a bias may be minus infinity together.
+                        is_half = value_of(node).dtype == torch.float16
+                        node = self.make.method(graph, "float", node) if is_half else node
+                        numbers = node if numbers is None else self.make.call(graph, torch.add, numbers, node)
+                        continue
+                    numbers = self._filled(graph, step, node, numbers)
+                    shows = self.make.call(graph, torch.logical_not, node) if step.kind == "hides" else node
+                    kept = shows if kept is None else self.make.call(graph, torch.logical_and, kept, shows)
+                assert numbers is not None
+                if factors is not None:
+                    node = self._of_scope(scope, factors)
+                    kept = node if kept is None else self.make.call(graph, torch.where, kept, node, 0.0)
+                parts = [numbers] if kept is None else [numbers, kept]
+                copies = self.make.call(graph, _glue.materialized.default, parts)
+                self.kept[shared] = [self.make.call(graph, operator.getitem, copies, i) for i in range(len(parts))]
+        return self.kept[shared]
+
+    def _filled(self, graph: fx.Graph, step: Step, hidden: fx.Node, numbers: fx.Node | None) -> fx.Node:
+        """``numbers`` with what ``step`` fills in, in a dtype that holds it."""
+        assert step.dtype is not None
+        dtype = torch.float32 if step.dtype == torch.float16 else step.dtype
+        if numbers is None:
+            device = value_of(hidden).device
+            numbers = self.make.call(graph, torch.zeros, (), dtype=dtype, device=device)
+        elif value_of(numbers).dtype != dtype:
+            numbers = self.make.method(graph, "to", numbers, torch.promote_types(value_of(numbers).dtype, dtype))
+        if step.kind == "hides":
+            return self.make.call(graph, torch.where, hidden, step.filling, numbers)
+        return self.make.call(graph, torch.where, hidden, numbers, step.filling)
+
+    def _of_scope(self, scope: Scope, elements: Elements) -> fx.Node:
+        return self._converted(elements, elements.source if elements.scope is scope else elements.node)
 
     def _converted(self, elements: Elements, node: fx.Node) -> fx.Node:
         """The tensor in ``node`` as it is added to the scores."""
         node = self.results.get(node, node)
         if elements.dtype is not None:
             node = self.make.method(node.graph, "to", node, elements.dtype)
+        if elements.heads is not None:
+            node = self.make.method(node.graph, "unflatten", node, 0, (-1, elements.heads))
         return self.make.call(node.graph, torch.mul, node, elements.factor) if elements.factor != 1 else node
 
     def _without_gradient(self, graph: fx.Graph, node: fx.Node) -> fx.Node:
@@ -345,12 +389,16 @@ class _Writer:
 
 
 def _copy_of(elements: Elements) -> Any:
-    return elements.scope, elements.number, elements.dtype, elements.factor
+    return elements.scope, elements.number, elements.dtype, elements.factor, elements.heads
+
+
+def _copy_of_step(step: Step) -> Any:
+    return _copy_of(step.elements), step.kind, step.filling, step.dtype
 
 
 def _is_at_hand(elements: Elements) -> bool:
     """Is the tensor in memory as it is added to the scores, and stays so?"""
-    return elements.is_given and elements.dtype is None and elements.factor == 1
+    return elements.is_given and elements.dtype is None and elements.factor == 1 and elements.heads is None
 
 
 def _sizes(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -4,49 +4,34 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
 import torch
 from torch import fx
 
+from glue_compiler.fx.effects import Kind as EffectKind
 from glue_compiler.fx.index_expressions import IndexReader, Unreadable
 from glue_compiler.fx.index_operators import CONVERSIONS
-from glue_compiler.fx.operators import Call, Operators, Value
+from glue_compiler.fx.operators import FOUND, Call, Operators, Value
 from glue_compiler.fx.values import value_of
 from glue_compiler.ops.mask_blocks import EmptyRows, Kind, hidden_below
-from glue_compiler.passes.specialize_attention.attention_parts import Mask, NotAttention
-from glue_compiler.passes.specialize_attention.operands import before_widening, operand_behind, regrouped_from
+from glue_compiler.passes.specialize_attention.attention_parts import Chain, Mask, NotAttention
+from glue_compiler.passes.specialize_attention.gates import Gate
+from glue_compiler.passes.specialize_attention.gradients import Gradients
+from glue_compiler.passes.specialize_attention.operands import before_widening, is_zeros, operand_behind
 from glue_compiler.passes.specialize_attention.products import product_of
+from glue_compiler.passes.specialize_attention.weights import (
+    hidden_twice,
+    regrouped,
+    softmax_behind,
+    without_row_maximum,
+    without_sinks,
+)
 
 aten = torch.ops.aten
-_PASSED = (aten.clone, aten.contiguous, aten.view, aten.reshape, aten.flatten, aten.unflatten)
-
-
-@dataclass
-class Chain:
-    """Softmax between two products, read from its end: what was found so far.
-
-    Attributes:
-        links: the values between the products.
-        factor: of the scores when they are masked. scale: that and those of the scores before.
-        dtypes: that the masked scores are converted to before they are exponentiated, from the last one on.
-        has_floor: the masked scores are no less than a number that hides a key.
-        has_sinks: the weights are all columns of the softmax but the last; ``sinks`` are its scores, ``[B, H, Q, 1]``.
-    """
-
-    links: list[Value] = field(default_factory=list)
-    mask: Mask | None = None
-    dropout: Any = 0.0
-    scale: Any = 1.0
-    factor: float = 1.0
-    softcap: float | None = None
-    has_floor: bool = False
-    has_sinks: bool = False
-    sinks: Value | None = None
-    bias: Value | None = None
-    dtypes: list[torch.dtype] = field(default_factory=list)
+_CHANGED = "softmax of scores that are changed in another way than by a scale, a soft cap and a mask"
 
 
 @dataclass(frozen=True)
@@ -61,31 +46,47 @@ class WrittenOut:
     is_key_transposed: bool = False
 
 
-def read_written_out(output: Value, call: Call, reader: IndexReader) -> WrittenOut | None:
+def read_written_out(output: Value, call: Call, gate: Gate | None, reader: IndexReader) -> WrittenOut | None:
     """matmul(dropout(softmax(f * (cap(g * matmul(query, key^T)) + bias + mask))), value); None if the product is none.
 
     Rows and heads may be one dimension, ``[B * H, T, D]``, of any of the operands, and of the scores in any place.
+
+    Args:
+        gate: that ``call`` multiplies the second product by; None: ``call`` is that product.
 
     Raises:
         NotAttention: it is one in another form.
     """
     operators = reader.operators
     chain = Chain()
-    outer = product_of(call, operators)
+    if gate is not None:
+        chain.gated, chain.sinks = gate.result, gate.sinks
+        chain.links += [gate.result, *gate.links]
+    outer = product_of(call if gate is None else operators.does(gate.result), operators)
     if outer is None or outer.is_transposed:
         return None
-    weights = _softmax(outer.left, chain, operators)
-    if weights is None:
+    weights = softmax_behind(outer.left, chain, operators)
+    if weights is None or (gate is not None and (chain.has_sinks or weights != gate.scores)):
         return None
-    weights = _without_row_maximum(_regrouped(weights, chain, operators), chain, operators)
+    weights = regrouped(weights, chain, operators)
+    if gate is None:  # whose scores are what they are, and not their distances from the largest
+        weights = without_row_maximum(weights, chain, operators)
     if chain.has_sinks:
-        weights = _without_sinks(weights, chain, operators)
+        weights = without_sinks(weights, chain, operators)
     weights = _without_floor(weights, chain, reader)
-    scores = _capped(_biased(_masked(weights, chain, reader), chain, operators), chain, operators)
+    scores = _multiplied(_biased(_masked(weights, chain, reader), chain, operators), chain, output.node, operators)
+    scores = _capped(scores, chain, operators)
     product = product_of(operators.does(scores), operators)
     if product is None or (chain.has_floor and chain.mask is None):
-        raise NotAttention("softmax of scores that are changed in another way than by a scale, a soft cap and a mask")
+        raise NotAttention(_CHANGED)
+    if product.added is not None and not is_zeros(product.added, output.node, reader):
+        is_changed = chain.scale != 1 or chain.softcap is not None or chain.factors is not None
+        if is_changed or chain.bias is not None or not _takes_a_bias(chain):
+            raise NotAttention(_CHANGED)
+        chain.bias = product.added
+    hidden_twice(chain, output.node, reader)
     chain.links.append(scores)
+    chain.scale *= product.factor
     query = operand_behind(product.left, output.node, reader, is_transposed=False)
     key = operand_behind(product.right, output.node, reader, is_transposed=not product.is_transposed)
     value = operand_behind(outer.right, output.node, reader, is_transposed=False)
@@ -100,112 +101,26 @@ def read_written_out(output: Value, call: Call, reader: IndexReader) -> WrittenO
     if any(node is None or node.graph is not output.node.graph for node in nodes):
         return None
     inside = _used_here_alone([node for node in nodes if node is not None], scores, output.node, operators)
+    if any(operators.node_of(each) in inside for each in _operands(chain)):
+        raise NotAttention("scores are added to or multiplied by themselves")
     _require_one_autocast(inside, output.node, operators)
     _require_one_precision((query, key, value), chain.links, output, operators)
     return WrittenOut(query, key, value, chain, inside, is_key_transposed)
 
 
-def has_softmax(call: Call, operators: Operators) -> bool:
-    """Is softmax over the last of three or four dimensions behind the first factor of a product, whatever its form?"""
-    tensors = call.arguments.get("tensors") or (call.arguments.get("self"),)
-    weights: Any = tensors[0]
-    while operators.is_tensor(weights):
-        match operators.does(weights):
-            case Call(aten.softmax | aten.special_softmax, {"dim": int() as dim}):
-                rank = operators.meta(weights).rank
-                return rank in (3, 4) and dim % rank == rank - 1
-            case Call(aten.dropout, {"input": behind}):
-                weights = behind
-            case Call(operator, {"self": behind}) if operator in _PASSED or operator in CONVERSIONS:
-                weights = behind
-            case _:
-                return False
-    return False
-
-
-def _softmax(weights: Any, chain: Chain, operators: Operators) -> Value | None:
-    """What the softmax over keys behind ``weights`` is taken of; None if there is none."""
-    while operators.is_tensor(weights):
-        call = operators.does(weights)
-        if call is None:
-            return None
-        chain.links.append(weights)
-        match call:
-            case Call(aten.softmax | aten.special_softmax, {"self": scores, "dim": dim}):
-                rank = operators.meta(weights).rank
-                is_over_keys = rank in (3, 4) and isinstance(dim, int) and dim % rank == rank - 1
-                chain.dtypes.append(operators.meta(weights).dtype)
-                return scores if is_over_keys and operators.is_tensor(scores) else None
-            case Call(aten.dropout, {"input": kept, "p": p, "train": train}):
-                if train and p != 0:
-                    if chain.dropout:
-                        raise NotAttention("it has two dropouts")
-                    chain.dropout = p
-                weights = kept
-            case Call(aten.slice | aten.narrow, {"self": Value() as part}) if not chain.has_sinks:
-                if not _is_all_but_the_last(call, part, weights, operators):
-                    return None
-                chain.has_sinks = True
-                weights = part
-            case _ if call.operator in CONVERSIONS:
-                weights = call.arguments["self"]
-            case _:
-                weights = regrouped_from(weights, operators)
-    return None
-
-
-def _regrouped(value: Value, chain: Chain, operators: Operators) -> Value:
-    """Takes views off the scores that make one dimension of rows and heads, or two of one; and copies."""
-    while (before := regrouped_from(value, operators)) is not None:
-        chain.links.append(value)
-        value = before
-    return value
-
-
 def _require_one_grouping(query: Value, chain: Chain, operators: Operators) -> None:
     """Rows and heads that are one dimension in one place are told apart as the query's, of which masks are read."""
-    masks = [each.value for each in chain.mask.parts] if chain.mask is not None else []
-    masks += [chain.bias] if chain.bias is not None else []
+    masks = [each for each in _operands(chain) if each != chain.bias]
     shapes = {link: operators.meta(link).shape for link in chain.links}
     merged = [operators.does(link) for link, shape in shapes.items() if len(shape) == 3]
     given = [each for each in masks if any(call and each in call.arguments.values() for call in merged)]
-    if any(len(shape) == 3 and shape[0] != 1 for shape in (operators.meta(each).shape for each in given)):
+    if any(_is_of_rows_and_heads(each, operators) for each in given):
         raise NotAttention("its mask has one dimension for rows and heads together")
+    if chain.bias is not None and any(call and chain.bias in call.arguments.values() for call in merged):
+        chain.is_bias_merged = _is_of_rows_and_heads(chain.bias, operators)
     wanted = operators.meta(query).shape[:2]
     if merged and any(len(shape) == 4 and shape[:2] != wanted for shape in shapes.values()):
         raise NotAttention("rows and heads of its scores are not those of its query")
-
-
-def _is_all_but_the_last(call: Call, whole: Value, part: Value, operators: Operators) -> bool:
-    before, after = operators.meta(whole).shape, operators.meta(part).shape
-    starts, steps = call.arguments["start"] in (None, 0), call.arguments.get("step", 1) == 1
-    return starts and steps and (*before[:-1], before[-1] - 1) == tuple(after)
-
-
-def _without_row_maximum(value: Value, chain: Chain, operators: Operators) -> Value:
-    """Takes the subtraction of a row's maximum off the scores, which softmax does not see."""
-    match operators.does(value):
-        case Call(aten.sub | aten.subtract, {"self": Value() as scores, "other": Value() as most, "alpha": 1}):
-            if _is_row_maximum(most, scores, operators):
-                chain.links += [value, most]
-                return scores
-        case _:
-            pass
-    return value
-
-
-def _without_sinks(value: Value, chain: Chain, operators: Operators) -> Value:
-    """Takes the column of sinks off the scores."""
-    match operators.does(value):
-        case Call(aten.cat | aten.concat, {"tensors": (Value() as scores, Value() as sinks), "dim": int() as dim}):
-            column = operators.meta(sinks).shape[-1] if operators.is_tensor(sinks) else None
-            if operators.is_tensor(scores) and operators.meta(scores).rank == 4 and dim % 4 == 3 and column == 1:
-                chain.links.append(value)
-                chain.sinks = sinks
-                return scores
-        case _:
-            pass
-    raise NotAttention("only a part of the softmax is used, and the rest of it are no attention sinks")
 
 
 def _without_floor(value: Value, chain: Chain, reader: IndexReader) -> Value:
@@ -224,16 +139,8 @@ def _without_floor(value: Value, chain: Chain, reader: IndexReader) -> Value:
         if reader.operators.is_tensor(scores) and _filling(low, "hides", 1.0, value, reader) is not None:
             chain.has_floor = True
             chain.links.append(value)
-            return _regrouped(scores, chain, reader.operators)
+            return regrouped(scores, chain, reader.operators)
     return value
-
-
-def _is_row_maximum(value: Value, scores: Value, operators: Operators) -> bool:
-    match operators.does(value):
-        case Call(aten.max | aten.amax, {"self": of, "dim": int() | (int(),) as dim, "keepdim": True}):
-            dim, rank = dim[0] if isinstance(dim, tuple) else dim, operators.meta(scores).rank
-            return of == scores and not value.leaf and dim % rank == rank - 1
-    return False
 
 
 def _masked(value: Value, chain: Chain, reader: IndexReader) -> Value:
@@ -272,7 +179,7 @@ def _without_fillings(value: Value, chain: Chain, reader: IndexReader) -> Value:
     """Takes boolean masks off the scores: ``masked_fill`` or ``where``."""
     while True:
         role: Kind
-        value = _regrouped(value, chain, reader.operators)
+        value = regrouped(value, chain, reader.operators)
         match reader.operators.does(value):
             case Call(
                 aten.masked_fill | aten.masked_fill_,
@@ -293,16 +200,34 @@ def _is_filled(value: Value, mask: Value, role: Kind, filling: Any, chain: Chain
     low = _filling(filling, role, chain.factor, value, reader)
     if reader.dtype(mask) != torch.bool or low is None:
         return False
-    chain.mask = Mask(mask, role, _without_keys(low, chain), also=chain.mask)
+    empty_rows = _without_keys(low, chain)
+    chain.mask = Mask(mask, role, empty_rows, chain.factor, chain.mask, low / chain.factor, reader.dtype(value))
     chain.links.append(value)
     return True
 
 
+def _operands(chain: Chain) -> list[Value]:
+    """What is added to the scores, hides some, or multiplies them."""
+    masks = [each.value for each in chain.mask.parts] if chain.mask is not None else []
+    return [*masks, *(each for each in (chain.bias, chain.factors) if each is not None)]
+
+
+def _is_of_rows_and_heads(value: Value, operators: Operators) -> bool:
+    """Of what is added to scores of three dimensions, or hides some."""
+    shape = operators.meta(value).shape
+    return len(shape) == 3 and shape[0] != 1
+
+
+def _takes_a_bias(chain: Chain) -> bool:
+    """May numbers be added to the scores before the mask of the chain?"""
+    return chain.mask is not None and chain.factor == 1
+
+
 def _biased(value: Value, chain: Chain, operators: Operators) -> Value:
     """Takes numbers off the scores, to which a mask is added, or in which it is filled."""
-    if chain.mask is None or chain.factor != 1 or len({mask.role == "added" for mask in chain.mask.parts}) > 1:
+    if not _takes_a_bias(chain):
         return value
-    value = _regrouped(value, chain, operators)
+    value = regrouped(value, chain, operators)
     match operators.does(value):
         case Call(aten.add | aten.add_ as add, {"self": Value() as first, "other": Value() as second, "alpha": 1}):
             for scores, bias in ((first, second), (second, first))[: 2 if add is aten.add else 1]:
@@ -350,7 +275,9 @@ def _without_keys(filling: float, chain: Chain) -> EmptyRows:
         return "zeros"  # nothing has a weight but the sink
     for dtype in reversed(chain.dtypes):
         filling = _rounded(filling, dtype)
-    return "mean" if math.isfinite(filling) else "nan"
+    if not math.isfinite(filling):
+        return "nan"
+    return "mean" if chain.gated is None else "zeros"
 
 
 def _rounded(number: float, dtype: torch.dtype) -> float:
@@ -371,7 +298,7 @@ def _capped(value: Value, chain: Chain, operators: Operators) -> Value:
 def _scaled(value: Value, chain: Chain, operators: Operators) -> Value:
     """Takes factors off the scores."""
     while True:
-        value = _regrouped(value, chain, operators)
+        value = regrouped(value, chain, operators)
         call = operators.does(value)
         match call:
             case Call(aten.mul | aten.multiply | aten.mul_, {"self": first, "other": second}):
@@ -382,6 +309,8 @@ def _scaled(value: Value, chain: Chain, operators: Operators) -> Value:
                 factor = 1 / divisor if is_number and not is_rounded else None
             case Call(operator, {"self": scores}) if operator in CONVERSIONS:
                 factor = 1
+            case Call(aten.add | aten.add_ | aten.sub | aten.sub_, {"self": scores, "other": 0 | 0.0}):
+                factor = 1  # nothing is added where a model has no term of relative positions
             case _:
                 return value
         if not operators.is_tensor(scores) or not isinstance(factor, int | float):
@@ -397,14 +326,45 @@ def _are_scores(value: Value, operators: Operators) -> bool:
     """Are they a product, or a product to which something is added?"""
     if _is_product(value, operators):
         return True
-    match operators.does(_regrouped(value, Chain(), operators)):
+    match operators.does(regrouped(value, Chain(), operators)):
         case Call(aten.add | aten.add_, {"self": Value() as first, "other": Value() as second, "alpha": 1}):
             return _is_product(first, operators) or _is_product(second, operators)
     return False
 
 
 def _is_product(value: Value, operators: Operators) -> bool:
+    behind = _scaled(value, Chain(), operators)
+    if any(_is_capped(scores, operators) for scores, _ in _factors_of(behind, operators)):
+        return True
+    return _is_capped(value, operators)
+
+
+def _is_capped(value: Value, operators: Operators) -> bool:
     return product_of(operators.does(_capped(value, Chain(), operators)), operators) is not None
+
+
+def _multiplied(value: Value, chain: Chain, output: fx.Node, operators: Operators) -> Value:
+    """Takes a tensor off the scores that they are multiplied by, after a soft cap."""
+    if not _takes_a_bias(chain):
+        return value
+    behind = dataclasses.replace(chain, links=[])
+    product = _scaled(value, behind, operators)
+    for scores, factors in _factors_of(product, operators):
+        is_known = factors.step != FOUND and not Gradients(output, operators).reach(factors)
+        if is_known and _is_capped(scores, operators):
+            chain.links += [*behind.links, product]
+            chain.scale, chain.factors = behind.scale, factors
+            return scores
+    return value
+
+
+def _factors_of(value: Value, operators: Operators) -> list[tuple[Value, Value]]:
+    """The scores and the tensor that they may be multiplied by in ``value``, either way round."""
+    match operators.does(value):
+        case Call(aten.mul | aten.mul_ as times, {"self": Value() as first, "other": Value() as second}):
+            pairs = [(first, second), (second, first)][: 2 if times is aten.mul else 1]
+            return pairs if all(operators.is_tensor(each) for each in (first, second)) else []
+    return []
 
 
 def _used_here_alone(links: list[fx.Node], scores: Value, output: fx.Node, operators: Operators) -> tuple[fx.Node, ...]:
@@ -420,6 +380,10 @@ def _used_here_alone(links: list[fx.Node], scores: Value, output: fx.Node, opera
         node = waiting.pop()
         for user in node.users:
             if user is output or user in inside or _reads_sizes_alone(user, node, scores, operators):
+                continue
+            effects = operators.numbering.effects.get(user)
+            if not user.users and effects is not None and effects.kind is EffectKind.PURE:
+                inside[user] = None  # such as a view of which a model has read the sizes
                 continue
             if not user.op.startswith("call_") or operators.value(user) not in values:
                 raise NotAttention("the attention weights or scores are used elsewhere too")

@@ -291,6 +291,33 @@ def test_numbers_with_a_gradient_under_a_soft_cap_and_beside_sinks():
     assert_equal(with_gradients(listed, inputs), with_gradients(dense, inputs))
 
 
+def multiplied(factors: Tensor, softcap: float | None = None):
+    def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *sinks: Tensor) -> Tensor:
+        scores = q @ k.repeat_interleave(2, 1).transpose(-1, -2) / math.sqrt(q.shape[-1])
+        scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+        scores = torch.where(factors, scores, 0.0) if factors.dtype == torch.bool else scores * factors
+        return (scores + bias).softmax(-1) @ v.repeat_interleave(2, 1)
+
+    return call
+
+
+@pytest.mark.usefixtures("by_either")
+@pytest.mark.parametrize("shape", [(300, 300), (2, 1, 300, 300), (4, 1, 300), (300, 1)], ids=str)
+@pytest.mark.parametrize("is_boolean", [True, False], ids=["boolean", "numbers"])
+@pytest.mark.parametrize("softcap", [None, 0.7])
+def test_scores_that_are_multiplied_before_numbers_are_added(shape, is_boolean, softcap):
+    numbers = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    factors = numbers > 0 if is_boolean else numbers
+    hidden = torch.where(numbers > 1, 0.0, -1e30).double().expand(2, 4, 300, 300).clone()
+    hidden[..., 7, :] = -1e30  # a query that sees nothing but such numbers
+    inputs = [*leaves(300, 300), (learned((4, 300, 300)).detach() + hidden).requires_grad_()]
+
+    def listed(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        return by_lists(bias, "added", "nan", factors=factors, softcap=softcap)(q, k, v)
+
+    assert_equal(with_gradients(listed, inputs), with_gradients(multiplied(factors, softcap), inputs))
+
+
 def test_a_checkpoint_around_numbers_with_a_gradient():
     inputs = [*leaves(30, 30), learned((4, 30, 30))]
     wanted = with_gradients(added, inputs)
@@ -308,11 +335,19 @@ def test_what_goes_into_memory_passes_its_gradient_on():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "size", "stages"),
-    [(torch.float32, 64, 2), (torch.float32, 128, 2), (torch.bfloat16, 64, None), (torch.float32, 256, None)],
+    ("dtype", "factors", "size", "stages"),
+    [
+        (torch.float32, None, 64, 2),
+        (torch.float32, None, 128, 2),
+        (torch.bfloat16, None, 64, None),
+        (torch.float32, None, 256, None),
+        (torch.bfloat16, torch.bool, 64, None),
+        (torch.bfloat16, torch.bfloat16, 64, 2),
+        (torch.float32, torch.bool, 64, 2),
+    ],
     ids=str,
 )
-def test_numbers_of_four_bytes_leave_the_kernel_room_in_shared_memory(dtype, size, stages):
+def test_what_is_read_for_each_score_leaves_the_kernel_room_in_shared_memory(dtype, factors, size, stages):
     graphs = []
 
     def keep(gm, inputs):
@@ -321,7 +356,9 @@ def test_numbers_of_four_bytes_leave_the_kernel_room_in_shared_memory(dtype, siz
 
     inputs = [torch.randn(1, 2, 128, size, dtype=torch.bfloat16) for _ in range(3)]
     mask = torch.zeros(128, 128, dtype=dtype)
-    torch.compile(by_lists(mask, "added", "nan"), backend=aot_autograd(fw_compiler=keep), fullgraph=True)(*inputs)
+    settings = {} if factors is None else {"factors": torch.ones(128, 128, dtype=factors)}
+    call = by_lists(mask, "added", "nan", **settings)
+    torch.compile(call, backend=aot_autograd(fw_compiler=keep), fullgraph=True)(*inputs)
     (flex,) = graphs[0].graph.find_nodes(op="call_function", target=torch.ops.higher_order.flex_attention)
     assert flex.args[6].get("fwd_num_stages") == stages
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from glue_compiler.ops import mask_blocks
-from tests.ops.test_masked_attention import boolean_masks, leaves, with_gradients, written_out
+from tests.ops.test_masked_attention import boolean_masks, leaves, multiplied, with_gradients, written_out
 
 pytestmark = pytest.mark.gpu
 glue = torch.ops.glue
@@ -49,6 +49,24 @@ def test_boolean_masks(sizes, name, kind, empty_rows):
         return out.where(mask.any(-1, keepdim=True), 0.0) if empty_rows == "zeros" else out
 
     assert_as_exact(compiled(kind, empty_rows), dense, inputs, mask if kind == "shows" else ~mask)
+
+
+@pytest.mark.parametrize("sizes", [(300, 300), (256, 256), (130, 400)], ids=str)
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.bool), (torch.bfloat16,) * 2])
+@pytest.mark.parametrize("size", [16, 64, 128])
+def test_scores_that_are_multiplied_before_numbers_are_added(sizes, dtypes, size):
+    of_numbers, of_factors = dtypes
+    numbers = torch.randn(2, 4, *sizes, device="cuda")
+    factors = numbers > 0 if of_factors == torch.bool else numbers.to(of_factors)
+    mask = numbers.masked_fill(numbers < -0.5, torch.finfo(torch.bfloat16).min).to(of_numbers)
+    mask[..., 7, :] = torch.finfo(torch.bfloat16).min  # a query that sees nothing but such numbers
+    shapes = ((2, 4, sizes[0], size), (2, 2, sizes[1], size), (2, 2, sizes[1], size))
+    inputs = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+
+    def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return multiplied(factors.to(q.dtype) if of_factors != torch.bool else factors)(q, k, v, mask.to(q.dtype))
+
+    assert_as_exact(compiled("added", "nan", factors=factors), dense, inputs, mask)
 
 
 @pytest.mark.parametrize("least", [-1e9, torch.finfo(torch.bfloat16).min], ids=str)

@@ -99,7 +99,7 @@ def _written_out(draw: Draw, masks: Masks, query: str, key: str, value: str) -> 
     if is_merged:
         merged = (_merged(draw, name, length) for name, length in ((query, "T"), (key, "S"), (value, "S")))
         query, key, value = (draw.let("rows", text, "float", 3) for text in merged)
-        text = _merged_product(draw, query, key)
+        text = _merged_product(draw, masks, query, key)
     else:
         if draw.chance(0.06):  # a product of four dimensions with three takes one of these for each head
             key, value = (draw.let("rows", f"{each}.flatten(0, 1)", "float", 3) for each in (key, value))
@@ -114,14 +114,22 @@ def _written_out(draw: Draw, masks: Masks, query: str, key: str, value: str) -> 
         f"torch.div({text}, 2)",
     )
     scores = draw.let("scores", text, "float", 3 if is_merged else 4)
+    visible = ""
     how = draw.integer(0, 9)
     if is_merged and how < 9:
         scores = draw.let("scores", _regrouped(draw, scores, "B, HEADS, T, S"), "float", 4)
     regroups = not is_merged and draw.chance(0.06)
     if regroups:
         scores = draw.let("scores", _regrouped(draw, scores, draw.pick("HEADS, B, T, S", "1, -1, T, S")), "float", 4)
+    if how < 9 and draw.chance(0.1):  # by a mask, as openai-gpt has it, or other numbers
+        by = draw.pick(masks.boolean(), f"({masks.boolean()}).to(FLOAT)", f"({masks.learned()}).detach()")
+        scores = draw.let("scores", draw.pick(f"{scores} * {by}", f"torch.mul({by}, {scores})"), "float", 4)
     if how < 9 and draw.chance(0.2):
         scores = draw.let("scores", f"{scores} + {masks.added()}", "float", 4)
+    elif how < 9 and draw.chance(0.15):  # as gpt_neo has two masks
+        low = draw.pick("float('-inf')", "torch.finfo(FLOAT).min", "-1e30", "-1e9", "-20.0")
+        text = f"torch.where({masks.boolean()}, {scores}, torch.full((), {low}, dtype=FLOAT{draw.at}))"
+        scores = draw.let("scores", text, "float", 4)
     if how < 4:
         bias = masks.added()
         text = draw.mostly(
@@ -137,7 +145,8 @@ def _written_out(draw: Draw, masks: Masks, query: str, key: str, value: str) -> 
             f"({scores} + {bias}) / 2",
         )
     elif how < 6:
-        hidden = spellings.inverted(draw, masks.boolean())
+        visible = masks.boolean()
+        hidden = spellings.inverted(draw, visible)
         text = draw.pick(
             f"{scores}.masked_fill({hidden}, float('-inf'))",
             f"{scores}.masked_fill({hidden}, torch.finfo(FLOAT).min)",
@@ -147,7 +156,8 @@ def _written_out(draw: Draw, masks: Masks, query: str, key: str, value: str) -> 
         )
     elif how < 9:
         low = draw.pick("-1e30", f"torch.full((), -1e30, dtype=FLOAT{draw.at})", "torch.finfo(FLOAT).min")
-        text = spellings.where(draw, masks.boolean(), scores, low, tensors=True)
+        visible = masks.boolean()
+        text = spellings.where(draw, visible, scores, low, tensors=True)
     else:
         text = scores
     rank = 3 if is_merged and how == 9 else 4
@@ -163,6 +173,8 @@ def _written_out(draw: Draw, masks: Masks, query: str, key: str, value: str) -> 
     weights = draw.let("weights", softmax, "float", rank, plain=f"F.softmax({scores}, dim=-1)")
     if draw.chance(0.3):
         weights = draw.let("weights", spellings.no_dropout(draw, weights), "float", rank)
+    if rank == 4 and draw.chance(0.2):
+        weights = draw.let("weights", _filled(draw, masks, weights, visible), "float", rank, plain=weights)
     if draw.chance(0.2):
         weights = draw.let(
             "weights",
@@ -180,7 +192,7 @@ def _written_out(draw: Draw, masks: Masks, query: str, key: str, value: str) -> 
         text = draw.pick(f"torch.bmm({weights}, {value})", f"{weights} @ {value}", f"{weights}.bmm({value})")
         result = draw.let("result", text, "float", 3)
         return draw.let("out", _regrouped(draw, result, "B, HEADS, T, SIZE"), "float", 4)
-    return draw.let(
+    out = draw.let(
         "out",
         draw.pick(
             f"torch.matmul({weights}, {value})",
@@ -192,6 +204,45 @@ def _written_out(draw: Draw, masks: Masks, query: str, key: str, value: str) -> 
         "float",
         4,
     )
+    return draw.let("out", _gated(draw, masks, out, scores), "float", 4, plain=out) if draw.chance(0.2) else out
+
+
+def _filled(draw: Draw, masks: Masks, weights: str, visible: str) -> str:
+    """Zeros, rarely something else, where the mask hides a key, or where another one does."""
+    visible = visible if visible and draw.chance(0.9) else masks.boolean()
+    hidden = spellings.inverted(draw, visible)
+    return draw.mostly(
+        f"{weights}.masked_fill({hidden}, 0.0)",
+        f"torch.where({visible}, {weights}, 0.0)",
+        f"torch.masked_fill(input={weights}, mask={hidden}, value=torch.zeros((), dtype=FLOAT{draw.at}))",
+        f"torch.where({visible}, {weights}, torch.zeros((), dtype=FLOAT{draw.at}))",
+        f"{weights}.masked_fill({visible}, 0)",
+        f"{weights}.masked_fill({hidden}, 0.5)",
+    )
+
+
+def _gated(draw: Draw, masks: Masks, out: str, scores: str) -> str:
+    """Times what attention sinks leave of the weights, as granite_swa has them."""
+    grad = ".requires_grad_()" if draw.chance(0.9) else ""
+    sinks = masks.input(
+        "sinks", f"torch.randn(HEADS, dtype=FLOAT, generator=g{draw.at}){grad}", "float", 1, is_leaf=True
+    )
+    logit = draw.mostly(
+        f"torch.logsumexp({scores}, dim=-1) - {sinks}.view(1, -1, 1)",
+        f"torch.sub({scores}.logsumexp(-1), {sinks}[:, None])",
+        f"{scores}.logsumexp([3]) - {sinks}.reshape(HEADS, 1).expand(HEADS, T)",
+        f"torch.logsumexp({scores} * 1.0, dim=-1) - {sinks}.view(1, -1, 1)",
+        f"torch.logsumexp({scores}, dim=-1) + {sinks}.view(1, -1, 1)",
+        f"{scores}.logsumexp(-1).detach() - {sinks}.view(1, -1, 1)",
+    )
+    gate = draw.mostly(
+        f"({logit}).sigmoid().unsqueeze(-1)",
+        f"torch.sigmoid(({logit})[..., None])",
+        f"({logit}).to(FLOAT).sigmoid()[..., None].expand(-1, -1, -1, SIZE)",
+        f"({logit}).sigmoid().float().to(FLOAT).unsqueeze(3)",
+        f"({logit}).tanh().unsqueeze(-1)",
+    )
+    return draw.pick(f"{out} * {gate}", f"{gate} * {out}", f"torch.mul(other={gate}, input={out})")
 
 
 def _merged(draw: Draw, operand: str, length: str) -> str:
@@ -207,8 +258,16 @@ def _merged(draw: Draw, operand: str, length: str) -> str:
     )
 
 
-def _merged_product(draw: Draw, query: str, key: str) -> str:
+def _merged_product(draw: Draw, masks: Masks, query: str, key: str) -> str:
     turned = f"{key}.transpose(1, 2)"
+    if draw.chance(0.25):  # numbers for rows and heads together, as bloom adds them, or such that are not read
+        bias = f"({masks.added()}).expand(B, HEADS, T, S).reshape(B * HEADS, T, S)"
+        factors = draw.mostly("alpha=0.5", "beta=1.0", "beta=0, alpha=0.25", "beta=0.5", "alpha=-0.5")
+        return draw.mostly(
+            f"torch.baddbmm({bias}, {query}, {turned}, {factors})",
+            f"{bias}.baddbmm(batch2={turned}, batch1={query}, {factors})",
+            f"torch.add(torch.bmm({query}, {turned}), {bias})",
+        )
     return draw.mostly(
         f"torch.bmm({query}, {turned})",
         f"({query} @ {turned})",

@@ -58,6 +58,10 @@ CHANGES = {
         lambda s, d: (s + torch.arange(LENGTH).double()).masked_fill(~documents(d), -1e30) / 4.0,
         UNKNOWN,
     ),
+    # deberta of transformers adds 0 where it has no terms of relative positions.
+    "zero added": (lambda s, d: ((s + 0) * 0.25).masked_fill(~documents(d), -1e30), PACKED),
+    "zero taken away": (lambda s, d: torch.sub(s * 0.25, 0.0, alpha=2).masked_fill(~documents(d), -1e30), PACKED),
+    "one added": (lambda s, d: (s + 1).masked_fill(~documents(d), -1e30), UNKNOWN),
     # gpt_neo of transformers has a mask of its own beside the one that it is passed.
     "where, then added": (lambda s, d: torch.where(causal(), s, LOWEST) + added(documents(d)), PACKED),
     "filled twice": (lambda s, d: s.masked_fill(~causal(), -1e30).masked_fill(~documents(d), float("-inf")), PACKED),
@@ -65,7 +69,11 @@ CHANGES = {
         lambda s, d: (torch.where(causal(), s, -1e30) + added(documents(d))) / 4.0,
         PACKED,
     ),
-    "one of two is read": (lambda s, d: torch.where(causal(), s, -1e30) + added(KEYS), "there are two masks"),
+    "one of two is read": (lambda s, d: torch.where(causal(), s, -1e30) + added(KEYS), LISTED),
+    "one of two is read, and scaled": (
+        lambda s, d: (torch.where(causal(), s, -1e30) + added(KEYS)) / 4.0,
+        "there are two masks, and the scores are scaled",
+    ),
     "one of two hides little": (lambda s, d: torch.where(causal(), s, -20.0) + added(documents(d)), UNKNOWN),
     "less the maximum": (lambda s, d: less_most(t := s.masked_fill(~documents(d), -1e30), t), PACKED),
     "less the maximum where some see nothing": (

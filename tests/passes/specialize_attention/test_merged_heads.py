@@ -226,10 +226,6 @@ LEFT = {
         between(lambda s: s + added(KEYS_OF_HEADS.flatten(0, 1), -1e30)),
         "one dimension for rows and heads",
     ),
-    "numbers for rows and heads beside a mask": (
-        between(lambda s: (s + torch.ones(B * H, 1, T).double()).masked_fill(~causal(), -1e30)),
-        "one dimension for rows and heads",
-    ),
     "scores that are added to": (between(unchanged, of_scores=as_baddbmm), CHANGED),
     "a floor without a mask": (between(lambda s: s.clamp(min=-1e30)), CHANGED),
     "a floor that hides nothing": (between(floored(-20.0)), CHANGED),

@@ -64,3 +64,49 @@ def test_softmax_between_products_of_three_dimensions_says_why_it_stays(weigh, r
     assert counts(run) == {}
     assert [reason for reason in run.skip_reasons if "not of query, key and value" in reason] == run.skip_reasons
     assert len(run.skip_reasons) == reasons
+
+
+# -- products that are added to something
+
+
+def summed(added, of_scores=torch.baddbmm, **factors):
+    """Causal attention whose scores are added to ``added``, as gpt_neox_japanese of transformers adds them to zeros."""
+
+    def fn(query, key, value):
+        rows = [each.reshape(-1, LENGTH, 16) for each in (query, key, value)]
+        scores = of_scores(added(query), rows[0], rows[1].mT, **factors)
+        token = torch.arange(LENGTH)
+        scores = scores.view(*query.shape[:2], LENGTH, LENGTH).masked_fill(token[:, None] < token, float("-inf"))
+        return scores.softmax(-1) @ value
+
+    return fn
+
+
+def zeros(query):
+    return torch.zeros(2, LENGTH, LENGTH, dtype=query.dtype)
+
+
+def zeros_written(query):
+    found = zeros(query)
+    found[0, 3] = 2.0
+    return found
+
+
+LISTED = {"listed": 1}
+SUMS = {
+    "zeros": (summed(zeros, alpha=0.25), {"causal": 1}),
+    "one zero": (summed(lambda q: torch.zeros((), dtype=q.dtype)), {"causal": 1}),
+    "not read": (summed(lambda q: torch.full((2, 1, LENGTH), float("nan"), dtype=q.dtype), beta=0), {"causal": 1}),
+    "ones": (summed(lambda q: zeros(q) + 1), LISTED),
+    "another for each key": (summed(lambda q: torch.arange(LENGTH).to(q.dtype)), LISTED),
+    "zeros that are written": (summed(zeros_written), "written in place"),
+    "zeros that have a gradient": (summed(lambda q: q[..., :1].sum() * zeros(q)), LISTED),
+    "a negative factor": (summed(zeros, alpha=-0.5), "its scale is -0.5"),
+    "twice itself": (summed(zeros, lambda *args: torch.baddbmm(*args) * 2), {"causal": 1}),
+    "in place": (summed(zeros, lambda added, *factors: added.baddbmm_(*factors)), "changed in another way"),
+}
+
+
+@pytest.mark.parametrize("name", list(SUMS))
+def test_a_product_that_is_added_to_zeros_is_a_product(name):
+    assert_as_eager(*SUMS[name])

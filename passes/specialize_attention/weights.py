@@ -1,0 +1,165 @@
+"""What is between softmax and the product with values, when attention is written out, and what softmax is taken of."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from glue_compiler.fx.index_expressions import IndexReader, Unreadable
+from glue_compiler.fx.index_numbers import as_boolean
+from glue_compiler.fx.index_operators import CONVERSIONS
+from glue_compiler.fx.index_views import Element, NotAView, broadcast_index
+from glue_compiler.fx.operators import Call, Operators, Value
+from glue_compiler.passes.specialize_attention.attention_parts import Chain, Filling, Mask, NotAttention
+from glue_compiler.passes.specialize_attention.operands import is_zeros, places, regrouped_from
+
+aten = torch.ops.aten
+_PASSED = (aten.clone, aten.contiguous, aten.view, aten.reshape, aten.flatten, aten.unflatten)
+
+
+def has_softmax(call: Call, operators: Operators) -> bool:
+    """Is softmax over the last of three or four dimensions behind the first factor of a product, whatever its form?"""
+    tensors = call.arguments.get("tensors") or (call.arguments.get("self"),)
+    weights: Any = tensors[0]
+    while operators.is_tensor(weights):
+        match operators.does(weights):
+            case Call(aten.softmax | aten.special_softmax, {"dim": int() as dim}):
+                rank = operators.meta(weights).rank
+                return rank in (3, 4) and dim % rank == rank - 1
+            case Call(aten.dropout, {"input": behind}):
+                weights = behind
+            case Call(aten.masked_fill | aten.where, {"self": behind}):
+                weights = behind
+            case Call(operator, {"self": behind}) if operator in _PASSED or operator in CONVERSIONS:
+                weights = behind
+            case _:
+                return False
+    return False
+
+
+def softmax_behind(weights: Any, chain: Chain, operators: Operators) -> Value | None:
+    """What the softmax over keys behind ``weights`` is taken of; None if there is none."""
+    while operators.is_tensor(weights):
+        call = operators.does(weights)
+        if call is None:
+            return None
+        chain.links.append(weights)
+        match call:
+            case Call(aten.softmax | aten.special_softmax, {"self": scores, "dim": dim}):
+                rank = operators.meta(weights).rank
+                is_over_keys = rank in (3, 4) and isinstance(dim, int) and dim % rank == rank - 1
+                chain.dtypes.append(operators.meta(weights).dtype)
+                return scores if is_over_keys and operators.is_tensor(scores) else None
+            case Call(aten.dropout, {"input": kept, "p": p, "train": train}):
+                if train and p != 0:
+                    if chain.dropout:
+                        raise NotAttention("it has two dropouts")
+                    chain.dropout = p
+                weights = kept
+            case Call(aten.masked_fill, {"self": Value() as kept, "mask": mask, "value": filling}):
+                chain.fillings.append(Filling(weights, kept, mask, "hides", filling))
+                weights = kept
+            case Call(aten.where, {"condition": mask, "self": Value() as kept, "other": filling}):
+                chain.fillings.append(Filling(weights, kept, mask, "shows", filling))
+                weights = kept
+            case Call(aten.slice | aten.narrow, {"self": Value() as part}) if not chain.has_sinks:
+                if not _is_all_but_the_last(call, part, weights, operators):
+                    return None
+                chain.has_sinks = True
+                weights = part
+            case _ if call.operator in CONVERSIONS:
+                weights = call.arguments["self"]
+            case _:
+                weights = regrouped_from(weights, operators)
+    return None
+
+
+def regrouped(value: Value, chain: Chain, operators: Operators) -> Value:
+    """Takes views off the scores that make one dimension of rows and heads, or two of one; and copies."""
+    while (before := regrouped_from(value, operators)) is not None:
+        chain.links.append(value)
+        value = before
+    return value
+
+
+def hidden_twice(chain: Chain, output: fx.Node, reader: IndexReader) -> None:
+    """Takes zeros that are filled in the weights for those that the mask of the scores has made there.
+
+    Only a query that sees no key tells them apart: all of its weights are zeros then.
+
+    Raises:
+        NotAttention: something else is filled in, or elsewhere.
+    """
+    for each in chain.fillings:
+        mask = chain.mask
+        shapes = {reader.shape(value) for value in (each.filled, each.weights)}
+        is_zero = each.value == 0 if isinstance(each.value, int | float) else is_zeros(each.value, output, reader)
+        if mask is None or mask.also is not None or len(shapes) > 1 or not is_zero or not _is_same(mask, each, reader):
+            raise NotAttention(
+                "weights of the softmax are filled in elsewhere than where the mask hides a key, or not by 0"
+            )
+        if mask.empty_rows == "mean" and chain.bias is not None:
+            # Where they hide all keys that the mask shows, weights that are zeros now were not before.
+            raise NotAttention(
+                "zeros are filled in its weights, and numbers are added to its scores before finite ones"
+            )
+        if mask.empty_rows is not None:
+            chain.mask = dataclasses.replace(mask, empty_rows="zeros")
+
+
+def _is_same(mask: Mask, filling: Filling, reader: IndexReader) -> bool:
+    """Does ``mask`` hide the keys whose weights are filled in?"""
+    if mask.role == "added" or not reader.operators.is_tensor(filling.mask):
+        return False
+    try:
+        of_scores, of_weights = (
+            as_boolean(reader.read(each, places(4)[4 - reader.operators.meta(each).rank :]))
+            for each in (mask.value, filling.mask)
+        )
+    except (Unreadable, NotAView):
+        return False
+    return bool(of_scores == (of_weights if mask.role == filling.role else sympy.Not(of_weights)))
+
+
+def _is_all_but_the_last(call: Call, whole: Value, part: Value, operators: Operators) -> bool:
+    before, after = operators.meta(whole).shape, operators.meta(part).shape
+    starts, steps = call.arguments["start"] in (None, 0), call.arguments.get("step", 1) == 1
+    return starts and steps and (*before[:-1], before[-1] - 1) == tuple(after)
+
+
+def without_row_maximum(value: Value, chain: Chain, operators: Operators) -> Value:
+    """Takes the subtraction of a row's maximum off the scores, which softmax does not see."""
+    match operators.does(value):
+        case Call(aten.sub | aten.subtract, {"self": Value() as scores, "other": Value() as most, "alpha": 1}):
+            if _is_row_maximum(most, scores, operators):
+                chain.links += [value, most]
+                return scores
+        case _:
+            pass
+    return value
+
+
+def without_sinks(value: Value, chain: Chain, operators: Operators) -> Value:
+    """Takes the column of sinks off the scores."""
+    match operators.does(value):
+        case Call(aten.cat | aten.concat, {"tensors": (Value() as scores, Value() as sinks), "dim": int() as dim}):
+            column = operators.meta(sinks).shape if operators.is_tensor(sinks) else (None,)
+            if operators.is_tensor(scores) and operators.meta(scores).rank == 4 and dim % 4 == 3 and column[-1] == 1:
+                chain.links.append(value)
+                chain.sinks = Element(sinks, broadcast_index((*places(4)[:3], sympy.Integer(0)), column))
+                return scores
+        case _:
+            pass
+    raise NotAttention("only a part of the softmax is used, and the rest of it are no attention sinks")
+
+
+def _is_row_maximum(value: Value, scores: Value, operators: Operators) -> bool:
+    match operators.does(value):
+        case Call(aten.max | aten.amax, {"self": of, "dim": int() | (int(),) as dim, "keepdim": True}):
+            dim, rank = dim[0] if isinstance(dim, tuple) else dim, operators.meta(scores).rank
+            return of == scores and not value.leaf and dim % rank == rank - 1
+    return False
