@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 from torch import fx
@@ -44,13 +45,43 @@ def fused_reads(
     return found, set(computed_from)
 
 
-def last_reads(
-    places: Mapping[Key, int], operands: Callable[[Key], Collection[Key]], may_inline: Callable[[Key], bool]
-) -> tuple[dict[Key, int], set[Key]]:
-    """The place where each memory is read last; and the values that are in no memory.
+@dataclass(frozen=True)
+class FusedLives(Generic[Key]):
+    """When the memories of what is computed in some order are written and read.
+
+    Attributes:
+        first: the place where each is written; no later than where it stands. last: where it is read last.
+        inlined: the values that are in no memory.
+    """
+
+    first: Mapping[Key, int]
+    last: Mapping[Key, int]
+    inlined: set[Key]
+
+
+def fused_lives(
+    places: Mapping[Key, int],
+    operands: Callable[[Key], Collection[Key]],
+    may_inline: Callable[[Key], bool],
+    size_written: Callable[[Key], int],
+) -> FusedLives[Key]:
+    """What reads a tensor in one kernel with an earlier value is written with it: of a gated product both gradients.
 
     Args:
-        places: of what is computed, in order. The rest: as for :func:`fused_reads`.
+        places: of what is computed, in order. operands, may_inline: as for :func:`fused_reads`.
+        size_written: of a pointwise value that is written to memory, its bytes, else 0.
     """
     reads, inlined = fused_reads(list(places), operands, may_inline)
-    return {read: place for place, each in zip(places.values(), reads, strict=True) for read in each}, inlined
+    last = {read: place for place, each in zip(places.values(), reads, strict=True) for read in each}
+    first: dict[Key, int] = {}
+    readers: dict[Key, list[Key]] = {}
+    for (key, place), each in zip(places.items(), reads, strict=True):
+        first[key] = place
+        if not (size := size_written(key)) or key in inlined:
+            continue
+        ready = max((first[read] for read in each if read in first), default=-1)
+        beside = (other for read in each for other in readers.get(read, ()) if size_written(other) == size)
+        first[key] = min((first[other] for other in beside if ready <= first[other]), default=place)
+        for read in each:
+            readers.setdefault(read, []).append(key)
+    return FusedLives(first, last, inlined)

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from glue_compiler.fx.device_bytes import bytes_counter
-from glue_compiler.fx.fused_reads import is_pointwise, last_reads
+from glue_compiler.fx.fused_reads import FusedLives, fused_lives, is_pointwise
 from glue_compiler.fx.storage_roots import storage_root
 from glue_compiler.fx.training_pair import TrainingPair
 from glue_compiler.passes.overlap_offload.plan import Region
@@ -104,20 +104,22 @@ def _live_bytes(
     # How many products and attentions lie in front of each place.
     barriers = [0, *accumulate(map(is_product, nodes))]
     excluded = set(excluded)
-    last_use, inlined = _last_uses(nodes, realised if only_realised else None)
+    memories = _memories(nodes, realised if only_realised else None, nbytes)
     changes = [0] * (len(nodes) + 1)
     for place, node in enumerate(nodes):
-        is_memory = storage_root(node) is node and node.name not in excluded and node not in inlined
-        end = last_use.get(node, place)
+        is_memory = storage_root(node) is node and node.name not in excluded and node not in memories.inlined
+        end = memories.last.get(node, place)
         is_across = place + 1 < len(barriers) and barriers[end] > barriers[place + 1]
         if is_memory and (node.op == "placeholder" or node in realised or is_across or not only_realised):
-            changes[place] += nbytes(node)
+            changes[memories.first.get(node, place)] += nbytes(node)
             changes[end + 1] -= nbytes(node)
     return list(accumulate(changes))[:-1]
 
 
-def _last_uses(nodes: Sequence[fx.Node], realised: set[fx.Node] | None) -> tuple[dict[fx.Node, int], set[fx.Node]]:
-    """The place where each memory is read last, and the values that are in none. ``realised``: None, nothing fuses."""
+def _memories(
+    nodes: Sequence[fx.Node], realised: set[fx.Node] | None, nbytes: Callable[[fx.Node], int]
+) -> FusedLives[fx.Node]:
+    """When each memory is written and read, and the values that are in none. ``realised``: None, nothing fuses."""
     places = {node: place for place, node in enumerate(nodes) if storage_root(node) is node}
 
     def operands(node: fx.Node) -> set[fx.Node]:
@@ -126,4 +128,7 @@ def _last_uses(nodes: Sequence[fx.Node], realised: set[fx.Node] | None) -> tuple
     def may_inline(node: fx.Node) -> bool:
         return realised is not None and node not in realised and is_pointwise(node)
 
-    return last_reads(places, operands, may_inline)
+    def size_written(node: fx.Node) -> int:
+        return nbytes(node) if realised is not None and node in realised and is_pointwise(node) else 0
+
+    return fused_lives(places, operands, may_inline, size_written)

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from glue_compiler.fx.fused_reads import last_reads
+from glue_compiler.fx.fused_reads import FusedLives, fused_lives
 from glue_compiler.ops.device_rates import Rates
 from glue_compiler.passes.plan_memory.choose import Choice
 from glue_compiler.passes.plan_memory.moves import Times, copying_seconds
@@ -174,16 +174,20 @@ class Predictor:
                 first.setdefault(root, index)
         return order, first, again
 
-    def _last_reads(self, order: Sequence[int], choice: Choice) -> tuple[dict[int, int], set[int]]:
-        """When each memory is last read; and the values that are in no memory."""
-        values = self.step.values
+    def _memories(self, order: Sequence[int], choice: Choice) -> FusedLives[int]:
+        """When each memory is written and read, and the values that are in none."""
+        values, realised = self.step.values, self.step.realised
         places = {place: index for index, place in enumerate(order) if values[place].root == place}
 
         def may_inline(place: int) -> bool:
-            stays = place in self.step.realised or place in choice.saved
+            stays = place in realised or place in choice.saved
             return self._fuses and values[place].is_pointwise and not stays
 
-        return last_reads(places, self._operands.__getitem__, may_inline)
+        def size_written(place: int) -> int:
+            is_fused = self._fuses and values[place].is_pointwise and place in realised
+            return values[place].nbytes if is_fused else 0
+
+        return fused_lives(places, self._operands.__getitem__, may_inline, size_written)
 
     def _segments_in_backward(self, order: Sequence[int]) -> tuple[dict[int, int], dict[int, float]]:
         """By segment, where its backward begins in ``order`` (as far as it reads its values), and its seconds."""
@@ -201,25 +205,26 @@ class Predictor:
 
     def _lives_in_forward(self, choice: Choice, moved: Collection[int]) -> Lives:
         values, index = self.step.values, self._forward_index
-        last, inlined = self._last_reads(self.step.forward, choice)
+        memories = self._memories(self.step.forward, choice)
         end, groups = len(index), self.groups(choice)
         kept = (choice.saved - set(moved)) | {values[place].root for place in self.step.outputs}
         lives = []
         for place, at in index.items():
-            if not values[place].nbytes or place in inlined:
+            if not values[place].nbytes or place in memories.inlined:
                 continue
-            over = last.get(place, at)
+            over = memories.last.get(place, at)
             counts = place in self.step.realised or place in choice.saved
             if place in kept:
                 over, counts = end - 1, True
             elif place in moved:
                 over = max(over, self._ends.get(groups[place] + 1, end) - 1)
             lives.append((place, at, over, counts))
-        return self._on_the_device(list(self.step.forward), lives)
+        return self._on_the_device(list(self.step.forward), lives, memories.first)
 
     def _lives_in_backward(self, choice: Choice, moved: Collection[int], back: _Backward) -> Lives:
         values, order = self.step.values, back.order
-        last, inlined = self._last_reads(order, choice)
+        memories = self._memories(order, choice)
+        last = memories.last
         lives, groups = [], self.groups(choice)
         for place in choice.saved:
             if place in last and values[place].nbytes:
@@ -227,15 +232,17 @@ class Predictor:
                 lives.append((place, min(start, back.first[place]), last[place], True))
         kept = {values[place].root for place in self.step.gradients}
         for at, place in enumerate(order):
-            if values[place].nbytes and place not in choice.saved and place not in inlined:
+            if values[place].nbytes and place not in choice.saved and place not in memories.inlined:
                 over = len(order) - 1 if place in kept else last.get(place, at)
                 counts = values[place].is_input or place in self.step.realised or place in kept
                 lives.append((place, at, over, counts))
-        return self._on_the_device(order, lives)
+        return self._on_the_device(order, lives, memories.first)
 
-    def _on_the_device(self, order: Sequence[int], lives: Sequence[tuple[int, int, int, bool]]) -> Lives:
+    def _on_the_device(
+        self, order: Sequence[int], lives: Sequence[tuple[int, int, int, bool]], first: Mapping[int, int]
+    ) -> Lives:
         """``lives``: the value, its first and last place in ``order``, and whether it counts even if no kernel lies
-        between the two."""
+        between the two; ``first``: where it is written."""
         values = self.step.values
         kernels = [0, *accumulate(values[place].is_kernel for place in order)]
         ends = {
@@ -244,7 +251,10 @@ class Predictor:
             if counts or not self._fuses or kernels[over] > kernels[min(at + 1, len(order))]
         }
         found = self._in_place(order, kernels, ends) if self._fuses else ends
-        return {place: (at, over, self.step.values[place].nbytes) for place, (at, over) in found.items()}
+        return {
+            place: (min(at, first.get(place, at)), over, self.step.values[place].nbytes)
+            for place, (at, over) in found.items()
+        }
 
     def _in_place(
         self, order: Sequence[int], kernels: Sequence[int], ends: Mapping[int, tuple[int, int]]

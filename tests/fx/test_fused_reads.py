@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import fx
 
-from glue_compiler.fx.fused_reads import MOST_READS, MOST_SUMMED_READS, fused_reads, is_pointwise
+from glue_compiler.fx.fused_reads import MOST_READS, MOST_SUMMED_READS, fused_lives, fused_reads, is_pointwise
 
 aten = torch.ops.aten
 
@@ -64,3 +64,37 @@ def test_pointwise_are_operators_of_single_elements():
     assert not is_pointwise(graph.call_function(aten.sum.default, (x,)))
     assert not is_pointwise(graph.call_function(aten.mm.default, (x, x)))
     assert not is_pointwise(x)
+
+
+def gated(operands, sizes):
+    """Lives of values of which ``sizes`` says what is written by a fused kernel; others are kernels of their own."""
+    places = {name: place for place, name in enumerate(operands)}
+    return fused_lives(places, operands.__getitem__, lambda name: False, lambda name: sizes.get(name, 0))
+
+
+GATED = {"grad": (), "up": ("grad", "saved"), "product": ("up",), "gate": ("grad", "saved"), "other": ("gate",)}
+"""Both gradients of a gated product, with a product of the first between them."""
+
+
+def test_two_gradients_that_read_the_same_are_written_by_one_kernel():
+    found = gated(GATED, {"up": 8, "gate": 8})
+    assert found.first == {"grad": 0, "up": 1, "product": 2, "gate": 1, "other": 4}
+    assert found.last == {"saved": 3, "grad": 3, "up": 2, "gate": 4}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "operands"),
+    [
+        ({"up": 8, "gate": 4}, GATED),  # of another size
+        ({"gate": 8}, GATED),  # the first is a kernel of its own
+        ({"up": 8, "gate": 8}, {**GATED, "gate": ("grad2", "saved2")}),  # they read nothing in common
+        ({"up": 8, "gate": 8}, {**GATED, "gate": ("grad", "product")}),  # what it reads is not there yet
+    ],
+)
+def test_what_is_not_of_one_kernel_is_written_where_it_stands(sizes, operands):
+    assert gated(operands, sizes).first["gate"] == 3
+
+
+def test_what_reads_a_fused_value_is_written_with_it():
+    operands = {"grad": (), "up": ("grad",), "product": ("up",), "gate": ("up", "grad")}
+    assert gated(operands, {"up": 8, "gate": 8}).first["gate"] == 1
