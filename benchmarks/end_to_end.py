@@ -43,6 +43,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import importlib.metadata
 import json
 import multiprocessing
 import os
@@ -67,6 +68,10 @@ from benchmarks.end_to_end_variants import VARIANTS, is_planned, variant_of
 from benchmarks.planned import planned
 
 DEFAULT_ROWS = ("qwen3-bf16", "qwen3-autocast")
+PACKAGES = (
+    *("triton", "transformers", "peft", "flash-attn-4", "quack-kernels"),
+    *("liger-kernel", "unsloth", "torchtune", "torchtitan"),
+)
 DEFAULT_VARIANTS = ("glue", "inductor", "flex", "eager")
 """In the order in which they start, those that compile fastest first."""
 
@@ -334,6 +339,13 @@ def print_table(found: list[Running]) -> None:
         print(f"| {each.row} | {each.variant} | {' | '.join(cells)} |", flush=True)
 
 
+def installed_packages() -> Iterator[tuple[str, str]]:
+    """Those beside torch that a step may run on, and their versions."""
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            yield name, importlib.metadata.version(name)
+
+
 def size_of(row: str, arguments: argparse.Namespace) -> Size:
     is_tiny = arguments.device != "cuda"
     tokens = arguments.tokens or (256 if is_tiny else ROWS[row].tokens)
@@ -391,6 +403,7 @@ def main() -> None:
     if arguments.json:
         results = [{"row": each.row, "variant": each.variant, **(each.result or {})} for each in found]
         made = {"date": time.strftime("%Y-%m-%d"), "device": device, "torch": torch.__version__.partition("+")[0]}
+        made["packages"] = dict(installed_packages())
         command = shlex.join(["python", "-m", "benchmarks.end_to_end", *sys.argv[1:]])
         with open(arguments.json, "w") as file:
             json.dump({**made, "command": command, "results": results}, file)

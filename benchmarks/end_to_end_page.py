@@ -4,7 +4,7 @@
     python -m benchmarks.end_to_end_page build/*.json --page docs/end_to_end.md --svg docs/end_to_end.svg
 
 Times of different runs are not compared: each run has tables of its own, with its command. The plot has, of each row,
-the last of the given files that has glue and something beside it.
+the last of the given files that has glue and a peer beside it.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ Whole training steps of unmodified models from configurations, random weights: f
 one row of packed documents that differ each step. `python -m benchmarks.end_to_end --help` says what rows, variants and
 columns are. This page is written by `python -m benchmarks.end_to_end_page`; compare numbers of one run only. Best and
 worst are far apart where the host was busy, with Python of the step itself or with what was left of other compiles.
+[Each rewrite alone](rewrites_alone.md) has a page of its own.
 """
 WIDTH, NAME, BAR, GAP = 820, 190, 16, 22
 OWN, OTHERS = "#2a6f97", "#b8bdc6"
@@ -32,18 +33,21 @@ OWN, OTHERS = "#2a6f97", "#b8bdc6"
 
 @dataclass(frozen=True)
 class Run:
-    """One file: when, on what and how it was made; for each row a result for each variant, as far as there is one."""
+    """One file: when, on what and how it was made, with which packages; for each row a result for each variant, as far
+    as there is one."""
 
     date: str
     device: str
     torch: str
     command: str
     results: tuple[dict[str, Any], ...]
+    packages: tuple[tuple[str, str], ...] = ()
 
     @classmethod
     def read(cls, path: Path) -> Run:
         found = json.loads(path.read_text())
-        return cls(found["date"], found["device"], found["torch"], found["command"], tuple(found["results"]))
+        packages = tuple(found.get("packages", {}).items())
+        return cls(found["date"], found["device"], found["torch"], found["command"], tuple(found["results"]), packages)
 
     @property
     def rows(self) -> list[str]:
@@ -56,7 +60,8 @@ class Run:
 def page(runs: Sequence[Run]) -> str:
     parts = [INTRODUCTION]
     for run in runs:
-        parts += [f"`{run.command}`\n", f"{run.device}, torch {run.torch}, {run.date}.\n"]
+        made_with = ", ".join([f"torch {run.torch}", *(f"{name} {version}" for name, version in run.packages)])
+        parts += [f"`{run.command}`\n", f"{run.device}, {made_with}, {run.date}.\n"]
         for row in run.rows:
             parts += [f"## {row}\n", *_table(run.of(row)), ""]
     return "\n".join(parts)
@@ -105,7 +110,8 @@ def _compared(runs: Sequence[Run]) -> dict[str, list[dict[str, Any]]]:
     for run in runs:
         for row in run.rows:
             measured = [result for result in run.of(row) if "fixed_ms" in result]
-            if len(measured) > 1 and any(result["variant"] == "glue" for result in measured):
+            variants = [result["variant"] for result in measured]
+            if "glue" in variants and not all(variant.startswith("glue") for variant in variants):
                 found[row] = measured
     return found
 

@@ -21,6 +21,7 @@ def run(tmp_path):
         {"row": "two", "variant": "glue", **MEASURED},
     ]
     made = {"date": "2026-01-02", "device": "a card", "torch": "2.11.0", "command": "python -m benchmarks.end_to_end"}
+    made["packages"] = {"flash-attn-4": "4.0"}
     (tmp_path / "run.json").write_text(json.dumps({**made, "results": results}))
     return Run.read(tmp_path / "run.json")
 
@@ -28,6 +29,7 @@ def run(tmp_path):
 def test_each_row_has_a_table_of_what_was_measured_or_why_not(run):
     lines = page([run]).splitlines()
     assert "`python -m benchmarks.end_to_end`" in lines
+    assert "a card, torch 2.11.0, flash-attn-4 4.0, 2026-01-02." in lines
     assert "| | step ms | tokens/s | graphs | GiB |" in lines
     assert "| inductor | 100 | 163840 | 2 | 4 |" in lines
     assert "| fa2 | ImportError: no a/b here |  |  |  |" in lines
@@ -50,6 +52,12 @@ def test_the_plot_has_rows_in_which_something_is_compared(run):
         float(each.get("width")) for each in ElementTree.fromstring(plot([run])).iter() if each.get("height") == "16"
     ]
     assert widths[1] == 2 * widths[0]
+
+
+def test_glue_beside_its_own_variants_is_no_comparison(run):
+    own = tuple({**run.results[0], "variant": name} for name in ("glue", "glue-none"))
+    assert "glue-none" not in plot([Run(run.date, run.device, run.torch, run.command, own)])
+    assert "inductor" in plot([run, Run(run.date, run.device, run.torch, run.command, own)])
 
 
 def test_of_a_row_that_was_run_twice_the_plot_has_the_last(run):
