@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.expert_operators import SHAPES, Report, Shape, measure_layers, random, route, time_in_turn
-from glue_compiler.ops import quack_products
+from glue_compiler.ops import optional_package, quack_products
 from glue_compiler.ops.quack_products import Tiles
 
 glue = torch.ops.glue
@@ -216,7 +216,10 @@ def main() -> None:
     warnings.simplefilter("always")
     torch.manual_seed(0)
     shape, parts = SHAPES[arguments.shape], arguments.parts.split(",")
-    print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}, quack {quack_products.installed_version()}")
+    print(
+        f"torch {torch.__version__}, {torch.cuda.get_device_name()}, quack",
+        optional_package.installed_version(quack_products.PACKAGE),
+    )
     summary: list[dict[str, object]] = []
     layers: list[dict[str, object]] = []
     routing: list[dict[str, object]] = []

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.metadata
-import inspect
 from typing import Any
 
-import torch
 from torch import Tensor
+
+from glue_compiler.ops import optional_package
 
 PACKAGE = "flash-attn-4"
 _MODULE = "flash_attn.cute.interface"
@@ -28,31 +27,10 @@ _PARAMETERS = {
 """Functions below the package's autograd, which an operator of ours has no use for, and what they must take."""
 
 
-def installed_version() -> str | None:
-    """None: it is not installed."""
-    try:
-        return importlib.metadata.version(PACKAGE)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 @functools.cache
 def unusable() -> str | None:
     """Why the package cannot be used; None: it can. Imports it, which takes seconds, if it is installed."""
-    version = installed_version()
-    if version is None:
-        return f"{PACKAGE} is not installed"
-    if torch.version.hip is not None:
-        return f"{PACKAGE} is for CUDA alone"
-    try:
-        module = importlib.import_module(_MODULE)
-        taken = {name: set(inspect.signature(getattr(module, name)).parameters) for name in _PARAMETERS}
-    except Exception as error:  # whatever its import meets, models compile without it
-        return f"{PACKAGE} {version} cannot be imported: {type(error).__name__}: {error}"
-    for name, wanted in _PARAMETERS.items():
-        if missing := wanted - taken[name]:
-            return f"{name} of {PACKAGE} {version} takes no {', '.join(sorted(missing))}; a newer glue may know it"
-    return None
+    return optional_package.why_unusable(PACKAGE, _MODULE, _PARAMETERS)
 
 
 def forward(

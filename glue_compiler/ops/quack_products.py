@@ -9,8 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-import importlib.metadata
-import inspect
 import threading
 import warnings
 from typing import Any
@@ -19,6 +17,7 @@ import torch
 from torch import Tensor
 
 from glue_compiler.errors import GlueWarning
+from glue_compiler.ops import optional_package
 from glue_compiler.ops.kernel_support import runs_triton, with_dense_rows
 
 PACKAGE = "quack-kernels"
@@ -63,31 +62,10 @@ _failed: set[tuple[Any, ...]] = set()
 _lock = threading.Lock()
 
 
-def installed_version() -> str | None:
-    """None: it is not installed."""
-    try:
-        return importlib.metadata.version(PACKAGE)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 @functools.cache
 def unusable() -> str | None:
     """Why the package cannot be used; None: it can. Imports it, which takes seconds, if it is installed."""
-    version = installed_version()
-    if version is None:
-        return f"{PACKAGE} is not installed"
-    if torch.version.hip is not None:
-        return f"{PACKAGE} is for CUDA alone"
-    try:
-        module = importlib.import_module(_MODULE)
-        taken = {name: set(inspect.signature(getattr(module, name)).parameters) for name in _PARAMETERS}
-    except Exception as error:  # whatever its import meets, models compile without it
-        return f"{PACKAGE} {version} cannot be imported: {type(error).__name__}: {error}"
-    for name, wanted in _PARAMETERS.items():
-        if missing := wanted - taken[name]:
-            return f"{name} of {PACKAGE} {version} takes no {', '.join(sorted(missing))}; a newer glue may know it"
-    return None
+    return optional_package.why_unusable(PACKAGE, _MODULE, _PARAMETERS)
 
 
 @functools.cache
@@ -210,7 +188,8 @@ def _launch(
             except Exception as error:  # a compiler, a driver or a version that does not fit
                 _failed.add(key)
                 warnings.warn(
-                    f"{PACKAGE} {installed_version()} did not compute a grouped product, and glue's own kernels do: "
+                    f"{PACKAGE} {optional_package.installed_version(PACKAGE)} did not compute a grouped product, and "
+                    "glue's own kernels do: "
                     f"{type(error).__name__}: {error}. options={{'kernels': 'torch'}} does not try it",
                     GlueWarning,
                     stacklevel=2,

@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from glue_compiler.ops import flash_attn4
+from glue_compiler.ops import flash_attn4, optional_package
 
 
 @pytest.fixture(autouse=True)
@@ -17,12 +17,12 @@ def _asked_anew():
 
 
 def installed(monkeypatch, load):
-    monkeypatch.setattr(flash_attn4, "installed_version", lambda: "4.0.0")
+    monkeypatch.setattr(optional_package, "installed_version", lambda package: "4.0.0")
     monkeypatch.setattr(flash_attn4.importlib, "import_module", load)
 
 
 def test_a_package_that_is_not_installed(monkeypatch):
-    monkeypatch.setattr(flash_attn4, "installed_version", lambda: None)
+    monkeypatch.setattr(optional_package, "installed_version", lambda package: None)
     assert flash_attn4.unusable() == "flash-attn-4 is not installed"
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from glue_compiler.errors import GlueWarning
-from glue_compiler.ops import grouped_linear, grouped_outer, quack_products
+from glue_compiler.ops import grouped_linear, grouped_outer, optional_package, quack_products
 
 EXPERTS, ROWS, WIDE, DEEP = 2, 256, 128, 64
 
@@ -25,12 +25,12 @@ def _asked_anew(monkeypatch):
 
 
 def installed(monkeypatch, load):
-    monkeypatch.setattr(quack_products, "installed_version", lambda: "0.6.5")
+    monkeypatch.setattr(optional_package, "installed_version", lambda package: "0.6.5")
     monkeypatch.setattr(quack_products.importlib, "import_module", load)
 
 
 def test_a_package_that_is_not_installed(monkeypatch):
-    monkeypatch.setattr(quack_products, "installed_version", lambda: None)
+    monkeypatch.setattr(optional_package, "installed_version", lambda package: None)
     assert quack_products.unusable() == "quack-kernels is not installed"
 
 
