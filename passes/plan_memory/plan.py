@@ -17,9 +17,9 @@ from glue_compiler.passes.plan_memory.predict import Predictor
 from glue_compiler.passes.plan_memory.segments import segmentations
 from glue_compiler.passes.plan_memory.step import Step
 
-MOVES = ("nothing", "saved", "full")
-"""What may wait on the host, in the order in which plans are looked at: of what is saved anyway, or until the link is
-full, for which more is saved."""
+MOVES = ("full", "nothing", "saved")
+"""What waits on the host, in the order in which plans are looked at: as much as the link copies, for which more is
+saved; nothing; or, which takes the least memory, of what is saved anyway."""
 ROUNDS = 2
 """So many times the link's room is filled anew, when what was to be moved turns out not to be saved."""
 SPLITS = 8
@@ -190,17 +190,19 @@ def _plans(
     step: Step, rates: Rates, budget: int, may_move: Collection[int], fuses: bool, waiting: int
 ) -> Iterator[tuple[_Planner, Plan]]:
     prices = _prices(step, rates)
-    planners = []
+    planners: list[_Planner] = []
     for segments in segmentations(step):
         chooser = Chooser(step, segments, rates.memory)
         predictor = Predictor(step, chooser.home, rates, fuses=fuses)
-        planners += [
-            _Planner(chooser, predictor, prices, may_move, moves, waiting)
-            for moves in (MOVES if may_move else MOVES[:1])
-        ]
-        # If there is no time for more: what takes little memory.
-        yield planners[-1], planners[-1].plan(Prices(prices[-1]))
-    for planner in planners:
+        ways = {
+            moves: _Planner(chooser, predictor, prices, may_move, moves, waiting)
+            for moves in (MOVES if may_move else ("nothing",))
+        }
+        planners += ways.values()
+        # If there is no time for more: what takes little memory, and what keeps all.
+        for planner, price in ((planners[-1], prices[-1]), (ways["nothing"], prices[0])):
+            yield planner, planner.plan(Prices(price))
+    for planner in sorted(planners, key=lambda planner: MOVES.index(planner.moves)):
         at_price = {}
         for price in reversed(prices):
             at_price[price] = planner.plan(Prices(price))
