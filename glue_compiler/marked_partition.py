@@ -75,7 +75,9 @@ def partition_marked(
             error = error or text
             reasons.append(Skip(f"torch's partitioner refuses what is planned ({text})"))
         else:
-            unmarked = tuple(dataclasses.replace(each, changed=False, rewrites=(), drawing=None) for each in first)
+            unmarked = tuple(
+                dataclasses.replace(each, changed=False, counts={}, rewrites=(), drawing=None) for each in first
+            )
             found.append(_Attempt(unmarked if is_last else reports, graphs, excess))
             reasons += [Skip(f"what is planned would be missed by {excess} in the graphs made of it")] if excess else []
         if is_last:

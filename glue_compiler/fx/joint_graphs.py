@@ -53,17 +53,19 @@ def may_recompute(node: fx.Node) -> bool:
 
 def mark(saved: Iterable[fx.Node], moved: Iterable[fx.Node], recomputed: Iterable[fx.Node]) -> None:
     """Tell the partitioner what to save and what to recompute, as a selective checkpoint would."""
-    for node in saved:
+    moving = set(moved)
+    for node in (*saved, *moving):
         node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-    for node in moved:
-        offload_policies.mark_planned(node)
+        offload_policies.mark_planned(node, moves=node in moving)
     for node in recomputed:
         node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
 
 
 def unmark(nodes: Iterable[fx.Node], segments: Mapping[fx.Node, int]) -> None:
-    """Take the user's marks away, and number the segments instead of checkpointed regions."""
+    """Take the user's marks away, and number the segments instead of checkpointed regions. What a policy moves to the
+    host is remembered."""
     for node in nodes:
+        offload_policies.remember_wish(node)
         node.meta.pop("recompute", None)
         node.meta.pop("ac_graph_id", None)
         if node in segments:

@@ -71,7 +71,7 @@ class OverlapOffload(PairPass):
         trips, skips = find_round_trips(pair)
         trips = list(context.fuel.allowed((f"reschedule the copies of {t.source.name}", t) for t in trips))
         save_sources(pair, trips)
-        is_planned = any(map(offload_policies.is_planned, pair.forward.graph.nodes))
+        is_planned = offload_policies.has_plan(pair.forward)
         all_inputs = _moves_inputs(options) and not is_planned
         regions, more = find_saved_tensors(
             pair, context.shape_env, all_inputs=all_inputs, copied=[trip.source for trip in trips]
@@ -91,6 +91,9 @@ class OverlapOffload(PairPass):
             counts |= {"predicted_peak": plan.peak_bytes, "memory_budget": options.budget}
             skips += _over_budget(plan.peak_bytes, plan.reason, options.budget)
         if not schedule.moves:
+            if is_planned:
+                more_counts, told = _told_of_a_plan(pair, context)
+                return PassResult(changed=False, counts=counts | more_counts, skips=(*skips, *told))
             if _moves_inputs(options):
                 nothing = (
                     "no checkpointed region with a saved input that the graph itself makes: nothing to move "
@@ -102,10 +105,9 @@ class OverlapOffload(PairPass):
         check_offload(pair, groups, schedule.buffers)
         moved = [move.one for region in schedule.moves for move in region]
         counts |= {"moved": len(moved), "bytes": sum(one.nbytes for one in moved)}
-        if options.budget is not None and is_planned:
-            peak = peak_of(pair, context.shape_env, only_realised=options.compiler == "inductor")
-            counts |= {"predicted_peak": peak, "memory_budget": options.budget}
-            skips += _over_budget(peak, "the lowest that plan_memory found", options.budget)
+        if is_planned:
+            more_counts, told = _told_of_a_plan(pair, context)
+            return PassResult(changed=True, counts=counts | more_counts, skips=(*skips, *told))
         return PassResult(changed=True, counts=counts, skips=tuple(skips))
 
     def _plan(
@@ -152,6 +154,16 @@ def _over_budget(peak: int, reason: str, budget: int) -> list[Skip]:
     )
     warnings.warn(f"glue: {reason}", GlueWarning, stacklevel=2)
     return [Skip(reason)]
+
+
+def _told_of_a_plan(pair: TrainingPair, context: PassContext) -> tuple[dict[str, int], list[Skip]]:
+    """The peak of a planned pair as it is now, and whether it is above the budget."""
+    budget = context.options.budget
+    if budget is None:
+        return {}, []
+    peak = peak_of(pair, context.shape_env, only_realised=context.options.compiler == "inductor")
+    told = _over_budget(peak, "the lowest that plan_memory found", budget)
+    return {"predicted_peak": peak, "memory_budget": budget}, told
 
 
 def _preferred_but_left(regions: list[RegionTensors], moved: tuple[int, ...], reason: str) -> list[Skip]:

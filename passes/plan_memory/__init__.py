@@ -45,10 +45,11 @@ class PlanMemory(JointPass):
     """With ``memory_budget``, decide for every value that backward needs: keep it, compute it again, or let it wait on
     the host.
 
-    Counts, predicted: ``peak`` bytes and ``microseconds`` of a step; ``least_peak`` and ``least_microseconds``: of any
-    plan that was looked at; ``gap_microseconds``: no plan over the same segments that fits is faster by more (see
-    ``Plan.gap``; there is none where nothing fits); ``saved_bytes``, of which ``moved_bytes`` are copied; the number of
-    ``recomputed`` kernels, and that of the ``plans`` that were looked at.
+    Counts, predicted: ``peak`` bytes, those ``held`` with what other calls keep that wait for their backward, and
+    ``microseconds`` of a step; ``least_peak`` and ``least_microseconds``: of any plan that was looked at;
+    ``gap_microseconds``: no plan over the same segments that fits is faster by more (see ``Plan.gap``; there is none
+    where nothing fits); ``saved_bytes``, of which ``moved_bytes`` are copied; the number of ``recomputed`` kernels, and
+    that of the ``plans`` that were looked at.
 
     Bitwise as long as operators run one by one: a compiler that fuses rounds a tensor that is written out.
     """
@@ -75,12 +76,15 @@ class PlanMemory(JointPass):
 
     def simpler(self, report: PassReport, excess: int) -> PlanMemory | None:
         counts = report.counts
-        if not (self.moves and counts.get("moved_bytes")):
+        if not report.changed:
             return None
         left = max(SECONDS / 10, self.seconds - report.milliseconds / 1e3)
-        is_tighter = excess > 0 and len(self.limits) < TIGHTER and counts["peak"] > counts["least_peak"]
-        limits = (*self.limits, counts["peak"] - excess) if is_tighter else ()
-        return PlanMemory(moves=is_tighter, limits=limits, seconds=left, clock=self.clock)
+        if excess > 0 and len(self.limits) < TIGHTER and counts["peak"] > counts["least_peak"]:
+            limits = (*self.limits, counts["held"] - excess)
+            return PlanMemory(moves=self.moves, limits=limits, seconds=left, clock=self.clock)
+        if self.moves and counts["moved_bytes"]:
+            return PlanMemory(moves=False, seconds=left, clock=self.clock)
+        return None
 
     def excess(self, pair: TrainingPair, context: PassContext) -> int:
         """Bytes by which the predicted peak of a pair is above the budget."""
@@ -123,7 +127,7 @@ class PlanMemory(JointPass):
         plan = plan_memory(
             step, rates, room, movable, fuses=fuses, waiting=waiting, seconds=self.seconds, clock=self.clock
         )
-        counts = _counts(step, plan)
+        counts = _counts(step, plan, waiting)
         unknown = of_unknown_size(joint.graph, context.shape_env)
         told = [Skip(NOT_COUNTED.format(count=len(unknown)), unknown[0].name)] if unknown else []
         if plan.is_cut:
@@ -192,10 +196,11 @@ def _write(plan: Plan, step: Step, nodes: list[fx.Node]) -> None:
     )
 
 
-def _counts(step: Step, plan: Plan) -> Mapping[str, int]:
+def _counts(step: Step, plan: Plan, waiting: int) -> Mapping[str, int]:
     gap = {} if math.isinf(plan.gap) else {"gap_microseconds": round(plan.gap * 1e6)}
     return gap | {
         "peak": plan.peak,
+        "held": plan.held(waiting),
         "microseconds": round(plan.seconds * 1e6),
         "least_microseconds": round(plan.least_seconds * 1e6),
         "least_peak": plan.least_peak,

@@ -95,7 +95,8 @@ def plan_memory(
     least = min(plan.seconds for plan in plans)
     fitting = [plan for plan in plans if plan.held(waiting) <= budget]
     best = min(fitting, key=_by_time) if fitting else min(plans, key=lambda plan: (plan.held(waiting), plan.seconds))
-    gap = planners[id(best)].gap(best, budget) if fitting else math.inf
+    latest = end + seconds / 10
+    gap = planners[id(best)].gap(best, budget, lambda: clock() >= latest) if fitting else math.inf
     lowest = min(plan.peak for plan in plans)
     return dataclasses.replace(
         best, gap=gap, least_seconds=least, least_peak=lowest, looked_at=len(plans), is_cut=is_cut
@@ -152,8 +153,8 @@ class _Planner:
         movable = {place: groups[place] for place in groups if place in self.may_move}
         return fill_link(self.chooser.step, movable, worth, self.predictor.times(choice), self.predictor.rates)
 
-    def gap(self, plan: Plan, budget: int) -> float:
-        """See :class:`Plan`. Source: Lagrangian relaxation of the budget.
+    def gap(self, plan: Plan, budget: int, is_over: Callable[[], bool]) -> float:
+        """See :class:`Plan`. Source: Lagrangian relaxation of the budget, at as many prices as there is time for.
 
         What is saved is on the device when the forward ends, or was copied from there by then. To wait for a copy takes
         ``1 / link`` seconds a byte, so at no higher price is a byte that is waited for cheaper than a saved one.
@@ -164,8 +165,12 @@ class _Planner:
         room = (budget - self.chooser.step.input_bytes) / (1 + self.waiting)
         if self.may_move:
             room += sum(self.predictor.times(choice).forward.values()) * link
-        prices = [price for price in self.prices if not self.may_move or price <= 1 / link]
-        return max(0.0, own - max(self.chooser.least_seconds(price) - price * room for price in prices))
+        bound = 0.0
+        for price in self.prices:
+            if is_over() or (self.may_move and price > 1 / link):
+                break
+            bound = max(bound, self.chooser.least_seconds(price) - price * room)
+        return max(0.0, own - bound)
 
     @functools.cached_property
     def _worth(self) -> Mapping[int, float]:

@@ -94,18 +94,22 @@ class Predictor:
     def groups(self, choice: Choice) -> Mapping[int, int]:
         """By value, the segment whose values it would be moved with: the one that computes from it again, else its own.
 
-        What several segments compute from is needed all through backward, and is not there.
+        What several segments compute from, or what backward reads before it comes to the segment behind, is needed all
+        through backward, and is not there.
         """
         if choice not in self._groups:
+            back = self._order_of_backward(choice)
             readers: dict[int, set[int]] = {}
             for place in choice.recomputed:
                 for root in self._operands[place]:
                     if root in self.home and self.home[root] != self.home[place]:
                         readers.setdefault(root, set()).add(self.home[place])
+            groups = {place: min(readers.get(place, {number})) for place, number in self.home.items()}
             self._groups[choice] = {
-                place: min(readers.get(place, {number}))
-                for place, number in self.home.items()
+                place: number
+                for place, number in groups.items()
                 if len(readers.get(place, ())) <= 1
+                and back.first.get(place, len(back.order)) >= back.begins.get(number + 1, 0)
             }
         return self._groups[choice]
 
@@ -219,7 +223,7 @@ class Predictor:
             elif place in moved:
                 over = max(over, self._ends.get(groups[place] + 1, end) - 1)
             lives.append((place, at, over, counts))
-        return self._on_the_device(list(self.step.forward), lives, memories.first)
+        return self._on_the_device(list(self.step.forward), lives, memories.first, kept | choice.saved)
 
     def _lives_in_backward(self, choice: Choice, moved: Collection[int], back: _Backward) -> Lives:
         values, order = self.step.values, back.order
@@ -236,13 +240,17 @@ class Predictor:
                 over = len(order) - 1 if place in kept else last.get(place, at)
                 counts = values[place].is_input or place in self.step.realised or place in kept
                 lives.append((place, at, over, counts))
-        return self._on_the_device(order, lives, memories.first)
+        return self._on_the_device(order, lives, memories.first, kept | choice.saved)
 
     def _on_the_device(
-        self, order: Sequence[int], lives: Sequence[tuple[int, int, int, bool]], first: Mapping[int, int]
+        self,
+        order: Sequence[int],
+        lives: Sequence[tuple[int, int, int, bool]],
+        first: Mapping[int, int],
+        stays: Collection[int],
     ) -> Lives:
         """``lives``: the value, its first and last place in ``order``, and whether it counts even if no kernel lies
-        between the two; ``first``: where it is written."""
+        between the two; ``first``: where it is written; ``stays``: what nothing is written over."""
         values = self.step.values
         kernels = [0, *accumulate(values[place].is_kernel for place in order)]
         ends = {
@@ -250,24 +258,28 @@ class Predictor:
             for place, at, over, counts in lives
             if counts or not self._fuses or kernels[over] > kernels[min(at + 1, len(order))]
         }
-        found = self._in_place(order, kernels, ends) if self._fuses else ends
+        found = self._in_place(order, kernels, ends, stays) if self._fuses else ends
         return {
             place: (min(at, first.get(place, at)), over, self.step.values[place].nbytes)
             for place, (at, over) in found.items()
         }
 
     def _in_place(
-        self, order: Sequence[int], kernels: Sequence[int], ends: Mapping[int, tuple[int, int]]
+        self,
+        order: Sequence[int],
+        kernels: Sequence[int],
+        ends: Mapping[int, tuple[int, int]],
+        stays: Collection[int],
     ) -> dict[int, tuple[int, int]]:
         """What is fused between two kernels writes its results where operands of the same size lay that end there."""
         values, found = self.step.values, dict(ends)
         free: dict[tuple[int, int], list[int]] = {}
         for place, (_, over) in ends.items():
-            if not (values[order[over]].is_kernel or values[place].is_input):
+            if not (values[order[over]].is_kernel or values[place].is_input or place in stays):
                 free.setdefault((kernels[over], values[place].nbytes), []).append(place)
         for place, (at, over) in ends.items():
-            stays = kernels[over] > kernels[at] or over == len(order) - 1
-            if order[at] == place and not values[place].is_kernel and stays:
+            is_written = kernels[over] > kernels[at] or over == len(order) - 1
+            if order[at] == place and not values[place].is_kernel and is_written:
                 for other in free.get((kernels[at], values[place].nbytes), []):
                     if ends[other][0] < at:
                         free[kernels[at], values[place].nbytes].remove(other)

@@ -19,9 +19,13 @@ def draw_steps(draw: Draw) -> Drawn:
     given = ", ".join(INPUTS[1:])
     names = [_layer_function(draw) for _ in range(draw.integer(1, 3))] if how != "inline" else []
     kept: list[str] = []
+    # What the backward of several layers reads, and none computes again.
+    gate = draw.let("gate", "torch.sigmoid(hidden @ frozen)", "float", 2) if not names and draw.chance(0.3) else None
     for _ in range(draw.integer(2, 5)):
         if not names:
             _layer(draw)
+            if gate and draw.chance(0.8):
+                draw.emit(f"hidden = hidden * {gate}")
         elif how == "layers" or draw.chance(0.15):
             draw.emit(f"hidden = {draw.pick(*names)}(hidden, {given})")
         else:
