@@ -134,8 +134,11 @@ def masked_attention(
             )
         if sinks is not None:
             has_offset = kind == "added" or biases is not None
-            logsumexp = logsumexp + lists[9].to(logsumexp.dtype) if has_offset else logsumexp
-            of_queries = sinks[:, None] if sinks.dim() == 1 else sinks[..., 0]
+            of_queries = (sinks[:, None] if sinks.dim() == 1 else sinks[..., 0]).to(logsumexp.dtype)
+            if has_offset and empty_rows == "zeros":  # a column of the softmax, which may be as low as the offset
+                of_queries = of_queries - lists[9].to(logsumexp.dtype)
+            elif has_offset:  # taken off a logsumexp that is rounded
+                logsumexp = logsumexp + lists[9].to(logsumexp.dtype)
             out = out * torch.sigmoid(logsumexp - of_queries).to(out.dtype)[..., None]
         if empty_rows == "nan":
             out = out.masked_fill(empty[..., None], float("nan"))
