@@ -76,6 +76,15 @@ def is_selected_constant(value: Any) -> bool:
     return all(is_selected_constant(part) for part in value.args)
 
 
+def may_be_nan(value: Any) -> bool:
+    """Is it made of elements of floating tensors, whatever they are? What chooses between numbers does not count."""
+    if isinstance(value, AppliedUndef):
+        return value.is_integer is not True
+    if isinstance(value, sympy.Piecewise):
+        return any(may_be_nan(branch) for branch, _ in value.args)
+    return any(may_be_nan(part) for part in value.args if not is_boolean(part))
+
+
 def holds_where(value: Any, test: Callable[[Any], bool]) -> Any:
     """For which indices a selected constant passes ``test``, as a boolean expression of the conditions in it.
 

@@ -19,6 +19,7 @@ from glue_compiler.fx.index_numbers import (
     as_number,
     holds_where,
     is_selected_constant,
+    may_be_nan,
     of_dtype,
     select,
 )
@@ -136,6 +137,8 @@ def _comparison(compare: Callable[..., Any], test: Callable[[Any], bool]) -> _Re
         first, second = map(as_number, _operands(reader, call, index))
         if first.has(sympy.oo, -sympy.oo, sympy.nan) or second.has(sympy.oo, -sympy.oo, sympy.nan):
             raise NotAView("a comparison with infinity")
+        if may_be_nan(first) or may_be_nan(second):  # sympy would take it for equal to itself
+            raise NotAView("a comparison of floats")
         difference = first - second
         if is_selected_constant(difference):
             return holds_where(difference, lambda number: bool(test(number)))
@@ -153,7 +156,9 @@ def _arithmetic(combine: Callable[..., Any]) -> _Reader:
         if dtype == torch.bool:
             raise NotAView("arithmetic of booleans")
         first, second = map(as_number, _operands(reader, call, index))
-        # Sympy cancels infinities that make NaN.
+        # Sympy cancels infinities that make NaN, and so do elements that nothing is known of.
+        if may_be_nan(first) or may_be_nan(second):
+            raise NotAView("arithmetic of floats")
         if first.has(sympy.oo, -sympy.oo, sympy.nan) or second.has(sympy.oo, -sympy.oo, sympy.nan):
             first, second = (_kept_apart(each) for each in (first, second))
         alpha = number_of(call.arguments.get("alpha", 1))

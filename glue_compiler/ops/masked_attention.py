@@ -51,8 +51,8 @@ def masked_attention(
         bias: floating, broadcastable to ``[B, Hq, Q, K]``: is added to the scores beside a boolean mask, in memory as
             that is.
         factors: bool or floating without a gradient, broadcastable to ``[B, Hq, Q, K]``: multiplies the scores before
-            numbers are added to them, of ``kind="added"`` alone, in memory as the mask is. Where it is False, a score
-            is zero, whatever it was.
+            numbers are added to them, of ``kind="added"`` alone, in memory as the mask is. Where it is False or NaN, a
+            score is zero, whatever it was.
 
     Returns:
         ``[B, Hq, Q, D]``.
@@ -94,9 +94,12 @@ def masked_attention(
             )
             if kept is not None:
                 factor = kept.at(tensors[2], batch, head, query, key)
-                score = (
-                    torch.where(factor, score, 0.0) if factor.dtype == torch.bool else score * factor.to(score.dtype)
-                )
+                if factor.dtype == torch.bool:
+                    score = torch.where(factor, score, 0.0)
+                else:
+                    is_replaced, factor = factor.isnan(), factor.to(score.dtype)
+                    # The zero inside is for backward, in which a gradient of zero is multiplied by it.
+                    score = torch.where(is_replaced, 0.0, score * torch.where(is_replaced, 0.0, factor))
             # In this order, so that a number that swallows the score does so here too. Without the offset backward
             # would take a difference of two such numbers for the logarithm of a weight.
             return (score + number) - offset
@@ -131,8 +134,11 @@ def masked_attention(
             )
         if sinks is not None:
             has_offset = kind == "added" or biases is not None
-            logsumexp = logsumexp + lists[9].to(logsumexp.dtype) if has_offset else logsumexp
-            of_queries = sinks[:, None] if sinks.dim() == 1 else sinks[..., 0]
+            of_queries = (sinks[:, None] if sinks.dim() == 1 else sinks[..., 0]).to(logsumexp.dtype)
+            if has_offset and empty_rows == "zeros":  # a column of the softmax, which may be as low as the offset
+                of_queries = of_queries - lists[9].to(logsumexp.dtype)
+            elif has_offset:  # taken off a logsumexp that is rounded
+                logsumexp = logsumexp + lists[9].to(logsumexp.dtype)
             out = out * torch.sigmoid(logsumexp - of_queries).to(out.dtype)[..., None]
         if empty_rows == "nan":
             out = out.masked_fill(empty[..., None], float("nan"))

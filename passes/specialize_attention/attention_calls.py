@@ -213,6 +213,8 @@ def _before_repeat(node: fx.Node, value: Value, heads: Any, gradients: Gradients
 def _sinks(element: Element, heads: Any, gradients: Gradients, reader: IndexReader) -> fx.Node | None:
     """The scores ``[Hq]`` of which ``element`` is that of a head; or the column ``[B, Hq, Q, 1]`` that it is of."""
     operators, whole = reader.operators, element.value
+    if not reader.shape(whole):
+        raise NotAttention("attention sinks that are one number for all heads")
     wanted = places(4)[:3]
     is_column = element.index == broadcast_index((*wanted, sympy.Integer(0)), reader.shape(whole))
     while True:

@@ -111,6 +111,8 @@ def listed_mask(site: AttentionSite, reader: IndexReader) -> ListedMask:
         bias = _elements(site.bias, True, site, reader, is_merged=site.is_bias_merged)
     # Where a bias hides all keys that the mask shows, a query gets those that a finite number is filled in for.
     is_sum = bias is not None and (mask.role == "added" or math.isfinite(mask.filling))
+    # What a sink leaves of a query that sees no key, numbers that are filled in say: it may be as low as those.
+    is_sum = is_sum or (site.sinks is not None and mask.role != "added" and math.isfinite(mask.filling))
     if mask.also is not None or is_sum or site.factors is not None:
         return _of_steps(mask, bias, site, reader)
     assert mask.empty_rows is not None
@@ -126,7 +128,9 @@ def _of_steps(mask: Mask, bias: Elements | None, site: AttentionSite, reader: In
     A score in whose place a number is filled in is zero, gets no gradient, and that number is added to it.
     """
     if any(each.factor != 1 for each in mask.parts):
-        raise UnknownMask("there are two masks, and the scores are scaled afterwards")
+        raise UnknownMask("there are two masks, or sinks beside a finite number, and the scores are scaled afterwards")
+    if any(each.role != "added" and math.isfinite(each.filling) and each.empty_rows == "nan" for each in mask.parts):
+        raise UnknownMask("what is filled in is minus infinity in a narrower dtype afterwards")
     steps = [Step(bias, "added")] if bias is not None else []
     for part in mask.parts:
         elements = _elements(part.value, part.role == "added", site, reader)
@@ -168,7 +172,9 @@ def _require_room(steps: list[Step], factors: Elements | None, site: AttentionSi
     added = [value_of(step.elements.node).dtype for step in steps if step.kind == "added"]
     filled = [step.dtype for step in steps if step.dtype is not None]
     numbers = max(torch.float32.itemsize if each == torch.float16 else each.itemsize for each in (*added, *filled))
-    of_factors = value_of(factors.node).dtype.itemsize if factors is not None else torch.bool.itemsize
+    of_factors = torch.bool.itemsize
+    if factors is not None:
+        of_factors = max(value_of(factors.node).dtype.itemsize, torch.half.itemsize)
     most = most_score_bytes(value_of(site.query).device)
     if numbers + of_factors > most:
         raise UnknownMask(f"kernels would read {numbers + of_factors} bytes for each score, and take {most}")

@@ -13,13 +13,17 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Product:
-    """``factor * left @ right``, or ``factor * left @ right.transpose(-1, -2)``, and what is ``added`` to that."""
+    """``factor * left @ right``, or ``factor * left @ right.transpose(-1, -2)``, and what is ``added`` to that.
+
+    ``unread`` would be added, but for a factor of 0: its gradient is zeros, and not None.
+    """
 
     left: Value
     right: Value
     is_transposed: bool
     factor: float = 1.0
     added: Value | None = None
+    unread: Value | None = None
 
 
 def product_of(call: Call | None, operators: Operators) -> Product | None:
@@ -41,7 +45,7 @@ def product_of(call: Call | None, operators: Operators) -> Product | None:
             },
         ):
             # By a beta of 0 what is added is not read: NaN in it are no NaN of the result.
-            return Product(left, right, False, factor, added if beta else None)
+            return Product(left, right, False, factor, added if beta else None, None if beta else added)
         case Call(aten.einsum, {"equation": str() as equation, "tensors": [Value() as first, Value() as second]}):
             factors, _, result = equation.replace(" ", "").partition("->")
             names = factors.split(",")

@@ -240,7 +240,7 @@ class _Writer:
     def _steps_in_memory(self, site: AttentionSite, scope: Scope, mask: ListedMask) -> list[fx.Node]:
         """What all steps add to the scores together, and, if not to all scores, what those are multiplied by before.
 
-        They are nodes of ``scope``. Scores in whose place something is filled in are none.
+        They are nodes of ``scope``. Scores in whose place something is filled in are none, which a factor of NaN says.
         """
         factors = mask.factors
         shared = (scope, *map(_copy_of_step, mask.steps), None if factors is None else _copy_of(factors))
@@ -263,7 +263,9 @@ class _Writer:
                 assert numbers is not None
                 if factors is not None:
                     node = self._of_scope(scope, factors)
-                    kept = node if kept is None else self.make.call(graph, torch.where, kept, node, 0.0)
+                    if value_of(node).dtype == torch.bool:  # a product with False is NaN if a score is infinite
+                        node = self.make.method(graph, "half", node)
+                    kept = node if kept is None else self.make.call(graph, torch.where, kept, node, math.nan)
                 parts = [numbers] if kept is None else [numbers, kept]
                 copies = self.make.call(graph, _glue.materialized.default, parts)
                 self.kept[shared] = [self.make.call(graph, operator.getitem, copies, i) for i in range(len(parts))]

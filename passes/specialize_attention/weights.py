@@ -102,6 +102,8 @@ def hidden_twice(chain: Chain, output: fx.Node, reader: IndexReader) -> None:
             raise NotAttention(
                 "weights of the softmax are filled in elsewhere than where the mask hides a key, or not by 0"
             )
+        if chain.factors is not None:
+            raise NotAttention("zeros are filled in its weights, and its scores are multiplied before they are masked")
         if mask.empty_rows == "mean" and chain.bias is not None:
             # Where they hide all keys that the mask shows, weights that are zeros now were not before.
             raise NotAttention(

@@ -15,7 +15,7 @@ from glue_compiler.fx.effects import Kind as EffectKind
 from glue_compiler.fx.index_expressions import IndexReader, Unreadable
 from glue_compiler.fx.index_operators import CONVERSIONS
 from glue_compiler.fx.operators import FOUND, Call, Operators, Value
-from glue_compiler.fx.values import value_of
+from glue_compiler.fx.values import requires_grad, value_of
 from glue_compiler.ops.mask_blocks import EmptyRows, Kind, hidden_below
 from glue_compiler.passes.specialize_attention.attention_parts import Chain, Mask, NotAttention
 from glue_compiler.passes.specialize_attention.gates import Gate
@@ -65,25 +65,35 @@ def read_written_out(output: Value, call: Call, gate: Gate | None, reader: Index
     outer = product_of(call if gate is None else operators.does(gate.result), operators)
     if outer is None or outer.is_transposed:
         return None
+    if outer.factor != 1 or outer.added is not None or outer.unread is not None:
+        return None
     weights = softmax_behind(outer.left, chain, operators)
     if weights is None or (gate is not None and (chain.has_sinks or weights != gate.scores)):
         return None
+    of_weights = len(chain.links)
     weights = regrouped(weights, chain, operators)
     if gate is None:  # whose scores are what they are, and not their distances from the largest
         weights = without_row_maximum(weights, chain, operators)
     if chain.has_sinks:
         weights = without_sinks(weights, chain, operators)
     weights = _without_floor(weights, chain, reader)
-    scores = _multiplied(_biased(_masked(weights, chain, reader), chain, operators), chain, output.node, operators)
+    scores = _biased(_masked(weights, chain, reader), chain, operators)
+    of_biased = chain.links[of_weights:]
+    scores = _multiplied(scores, chain, output.node, operators)
     scores = _capped(scores, chain, operators)
     product = product_of(operators.does(scores), operators)
     if product is None or (chain.has_floor and chain.mask is None):
         raise NotAttention(_CHANGED)
+    if product.unread is not None and _needs_gradient(product.unread, output.node, operators):
+        raise NotAttention("what baddbmm does not read, for its beta of 0, gets a gradient of zeros")
     if product.added is not None and not is_zeros(product.added, output.node, reader):
         is_changed = chain.scale != 1 or chain.softcap is not None or chain.factors is not None
         if is_changed or chain.bias is not None or not _takes_a_bias(chain):
             raise NotAttention(_CHANGED)
         chain.bias = product.added
+        of_biased = [*chain.links[of_weights:], scores]
+    if chain.bias is not None:
+        _require_exact_bias(chain.bias, of_biased, chain, operators)
     hidden_twice(chain, output.node, reader)
     chain.links.append(scores)
     chain.scale *= product.factor
@@ -106,6 +116,21 @@ def read_written_out(output: Value, call: Call, gate: Gate | None, reader: Index
     _require_one_autocast(inside, output.node, operators)
     _require_one_precision((query, key, value), chain.links, output, operators)
     return WrittenOut(query, key, value, chain, inside, is_key_transposed)
+
+
+def _needs_gradient(value: Value, output: fx.Node, operators: Operators) -> bool:
+    return not Gradients(output, operators).are_cut_off and requires_grad(value_of(value.node))
+
+
+def _require_exact_bias(bias: Value, links: list[Value], chain: Chain, operators: Operators) -> None:
+    """What is made of scores to which ``bias`` was added, ``links``, holds all numbers that it may have.
+
+    In a narrower dtype a large one is minus infinity, which hides a key.
+    """
+    wanted = operators.meta(bias).dtype
+    for dtype in {*(operators.meta(link).dtype for link in links), *chain.dtypes}:
+        if torch.promote_types(dtype, wanted) != dtype:
+            raise NotAttention(f"a bias of {wanted} is added to its scores, which are rounded to {dtype}")
 
 
 def _require_one_grouping(query: Value, chain: Chain, operators: Operators) -> None:

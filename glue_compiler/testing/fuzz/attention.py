@@ -114,7 +114,7 @@ def _written_out(draw: Draw, masks: Masks, query: str, key: str, value: str) -> 
         f"torch.div({text}, 2)",
     )
     scores = draw.let("scores", text, "float", 3 if is_merged else 4)
-    visible = ""
+    visible = factor = ""
     how = draw.integer(0, 9)
     if is_merged and how < 9:
         scores = draw.let("scores", _regrouped(draw, scores, "B, HEADS, T, S"), "float", 4)
@@ -122,7 +122,8 @@ def _written_out(draw: Draw, masks: Masks, query: str, key: str, value: str) -> 
     if regroups:
         scores = draw.let("scores", _regrouped(draw, scores, draw.pick("HEADS, B, T, S", "1, -1, T, S")), "float", 4)
     if how < 9 and draw.chance(0.1):  # by a mask, as openai-gpt has it, or other numbers
-        by = draw.pick(masks.boolean(), f"({masks.boolean()}).to(FLOAT)", f"({masks.learned()}).detach()")
+        factor = masks.boolean()
+        by = draw.pick(factor, f"({factor}).to(FLOAT)", f"({masks.learned()}).detach()")
         scores = draw.let("scores", draw.pick(f"{scores} * {by}", f"torch.mul({by}, {scores})"), "float", 4)
     if how < 9 and draw.chance(0.2):
         scores = draw.let("scores", f"{scores} + {masks.added()}", "float", 4)
@@ -145,7 +146,7 @@ def _written_out(draw: Draw, masks: Masks, query: str, key: str, value: str) -> 
             f"({scores} + {bias}) / 2",
         )
     elif how < 6:
-        visible = masks.boolean()
+        visible = factor if factor and draw.chance(0.5) else masks.boolean()
         hidden = spellings.inverted(draw, visible)
         text = draw.pick(
             f"{scores}.masked_fill({hidden}, float('-inf'))",
@@ -156,7 +157,7 @@ def _written_out(draw: Draw, masks: Masks, query: str, key: str, value: str) -> 
         )
     elif how < 9:
         low = draw.pick("-1e30", f"torch.full((), -1e30, dtype=FLOAT{draw.at})", "torch.finfo(FLOAT).min")
-        visible = masks.boolean()
+        visible = factor if factor and draw.chance(0.5) else masks.boolean()
         text = spellings.where(draw, visible, scores, low, tensors=True)
     else:
         text = scores
