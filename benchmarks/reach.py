@@ -54,6 +54,7 @@ def main() -> None:
         done = ("right", "not taken")
         known = {name: result for name, result in known.items() if result.status in done and not result.failures}
     work = [[c for c in cases if c.name not in known] for cases in _cases(arguments)]
+    arguments.results.parent.mkdir(parents=True, exist_ok=True)
     with arguments.results.open("a") as file:
         for result in _run([cases for cases in work if cases], arguments.jobs, arguments.limit):
             file.write(json.dumps(dataclasses.asdict(result)) + "\n")
