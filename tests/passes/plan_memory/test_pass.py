@@ -41,6 +41,20 @@ class Plain(nn.Module):
         return x
 
 
+class Selective(Plain):
+    """Each block is checkpointed under a selective policy."""
+
+    def __init__(self, policy):
+        super().__init__()
+        self.policy = policy
+
+    def forward(self, x):
+        contexts = functools.partial(create_selective_checkpoint_contexts, self.policy)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+        return x
+
+
 def planned(model, x, **options):
     """The report of plan_memory for a step, whose results are bitwise those without it."""
     torch.manual_seed(0)
@@ -102,32 +116,18 @@ def save_products(context, operator, *args, **kwargs):
 
 
 def test_what_a_policy_insists_on_stays():
-    class Selective(Plain):
-        def forward(self, x):
-            contexts = functools.partial(create_selective_checkpoint_contexts, save_products)
-            for block in self.blocks:
-                x = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
-            return x
-
     with pytest.warns(match="cannot be kept"):
-        found, _ = planned(Selective(), torch.randn(64, 16), memory_budget=1)
+        found, _ = planned(Selective(save_products), torch.randn(64, 16), memory_budget=1)
     assert found.counts["recomputed"] == 0
 
 
-def offload_everything(context, operator, *args, **kwargs):
+def offload_products(context, operator, *args, **kwargs):
     is_product = operator in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
     return CheckpointPolicy.MUST_CPU_OFFLOAD if is_product else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def test_what_a_policy_moves_to_the_host_moves_under_a_plan():
-    class Selective(Plain):
-        def forward(self, x):
-            contexts = functools.partial(create_selective_checkpoint_contexts, offload_everything)
-            for block in self.blocks:
-                x = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
-            return x
-
-    _, run = planned(Selective(), torch.randn(64, 16), memory_budget=2**40)
+    _, run = planned(Selective(offload_products), torch.randn(64, 16), memory_budget=2**40)
     (offload,) = [p for p in run.report.passes if p.name == "overlap_offload"]
     assert offload.counts["moved"] >= 5
 
