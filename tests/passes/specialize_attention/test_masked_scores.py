@@ -72,7 +72,7 @@ CHANGES = {
     "one of two is read": (lambda s, d: torch.where(causal(), s, -1e30) + added(KEYS), LISTED),
     "one of two is read, and scaled": (
         lambda s, d: (torch.where(causal(), s, -1e30) + added(KEYS)) / 4.0,
-        "there are two masks, and the scores are scaled",
+        "there are two masks, or sinks beside a finite number, and the scores are scaled afterwards",
     ),
     "one of two hides little": (lambda s, d: torch.where(causal(), s, -20.0) + added(documents(d)), UNKNOWN),
     "less the maximum": (lambda s, d: less_most(t := s.masked_fill(~documents(d), -1e30), t), PACKED),
