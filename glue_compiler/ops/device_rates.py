@@ -20,12 +20,12 @@ from glue_compiler.ops.measured_book import MeasuredBook
 _GUESSED = (1e11, 1e10, 1e10)
 """For devices whose speed is not measured, CPUs among them: plans then depend on sizes alone."""
 
-
 _LOAD_SIZE = 4096
 """Of products that run in front of what is measured."""
 _LOAD_SECONDS, _QUEUE_SECONDS = 0.1, 5e-3
 """Before the first run, and in front of each."""
 _MOST_RUNS, _AGREE = 16, 1.03
+"""Of what is measured; and how far apart two may be that agree."""
 
 
 @dataclass(frozen=True)

@@ -48,9 +48,9 @@ class GroupExperts(GraphPass):
                 if context.fuel.take(f"replace {node.name}"):
                     replace_fallback(module, node, context.effects)
                     counts["fallbacks_replaced"] += 1
-        if context.options.kernels == "torch":
-            _without_packages(modules)
         counts = +counts  # without zeros
+        if context.options.kernels == "torch" and (any(changed) or counts):
+            _without_packages(modules)
         skips = dict.fromkeys(skip for each in decided for skip in each.skips)
         proved = tuple(region for each in decided for region in each.proved)
         return PassResult(any(changed) or bool(counts), dict(counts), tuple(skips), proved=proved)
@@ -68,10 +68,12 @@ def _decided(graph: fx.GraphModule, modules: list[fx.GraphModule], context: Pass
 def _without_packages(modules: list[fx.GraphModule]) -> None:
     """No kernel of another package for the products that this pass wrote; ``grouped_linear_list`` has none."""
     for module in modules:
-        for node in module.graph.find_nodes(op="call_function", target=torch.ops.glue.grouped_linear.default):
+        written = module.graph.find_nodes(op="call_function", target=torch.ops.glue.grouped_linear.default)
+        for node in written:
             if len(node.args) == 5:
                 node.args = (*node.args, False)
-        module.recompile()
+        if written:
+            module.recompile()
 
 
 def _operators_of(

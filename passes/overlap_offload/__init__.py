@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import glue_compiler.ops.offload  # noqa: F401  a graph from the cache calls the operators, and no pass runs for it
 from glue_compiler.compat import inductor, offload_policies
@@ -83,7 +83,7 @@ class OverlapOffload(PairPass):
             )
         # A plan has left out what backward needs at once.
         required = [region.index for region in regions if region.is_required or region.is_planned]
-        plan = self._plan(pair, regions, required, "all" if is_planned else "budget", context)
+        plan = self._plan(pair, regions, required, None if is_planned else options.budget, context)
         schedule = schedule_moves(pair, regions, _allowed(regions, plan.moved, context.fuel), BUFFERS)
         skips += [*schedule.skips, *_preferred_but_left(regions, plan.moved, plan.reason)]
         counts = {"regions": len(regions)}
@@ -115,17 +115,17 @@ class OverlapOffload(PairPass):
         pair: TrainingPair,
         regions: list[RegionTensors],
         required: list[int],
-        policy: Literal["all", "budget"],
+        budget: int | None,
         context: PassContext,
     ) -> OffloadPlan:
-        budget = context.options.budget
+        """``budget``: of a step whose values no plan has chosen."""
         if budget is None:
             sizes = [Region(region.index, region.nbytes) for region in regions]
             return plan_offload(sizes, None, policy="all", buffers=BUFFERS, required=required)
         fused = context.options.compiler == "inductor"
         sizes, base = predict_memory(pair, regions, context.shape_env, only_realised=fused)
         return plan_offload(
-            sizes, None, policy=policy, budget=budget, base_bytes=base, buffers=BUFFERS, required=required
+            sizes, None, policy="budget", budget=budget, base_bytes=base, buffers=BUFFERS, required=required
         )
 
 

@@ -84,27 +84,30 @@ def plan_memory(
             save least.
     """
     end = clock() + seconds
-    plans: list[Plan] = []
-    planners: dict[int, _Planner] = {}
+    found: list[tuple[_Planner, Plan]] = []
     is_cut = False
-    for planner, plan in _plans(step, rates, budget, may_move, fuses, waiting):
-        plans.append(plan)
-        planners[id(plan)] = planner
+    for pair in _plans(step, rates, budget, may_move, fuses, waiting):
+        found.append(pair)
         if is_cut := clock() >= end:
             break
-    least = min(plan.seconds for plan in plans)
-    fitting = [plan for plan in plans if plan.held(waiting) <= budget]
-    best = min(fitting, key=_by_time) if fitting else min(plans, key=lambda plan: (plan.held(waiting), plan.seconds))
+
+    def rank(pair: tuple[_Planner, Plan]) -> tuple[bool, float, float]:
+        """What fits comes first, by its time; of what does not, what takes the least memory."""
+        plan = pair[1]
+        held = plan.held(waiting)
+        return (False, plan.seconds, plan.peak) if held <= budget else (True, held, plan.seconds)
+
+    planner, best = min(found, key=rank)
     latest = end + seconds / 10
-    gap = planners[id(best)].gap(best, budget, lambda: clock() >= latest) if fitting else math.inf
-    lowest = min(plan.peak for plan in plans)
+    fits = best.held(waiting) <= budget
     return dataclasses.replace(
-        best, gap=gap, least_seconds=least, least_peak=lowest, looked_at=len(plans), is_cut=is_cut
+        best,
+        gap=planner.gap(best, budget, lambda: clock() >= latest) if fits else math.inf,
+        least_seconds=min(plan.seconds for _, plan in found),
+        least_peak=min(plan.peak for _, plan in found),
+        looked_at=len(found),
+        is_cut=is_cut,
     )
-
-
-def _by_time(plan: Plan) -> tuple[float, int]:
-    return plan.seconds, plan.peak
 
 
 @dataclass(frozen=True)

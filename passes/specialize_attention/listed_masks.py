@@ -292,15 +292,15 @@ def _same_elements(
 ) -> Iterator[Value]:
     """The mask, and those that it is a view or a copy of and that are broadcast to the scores as it is."""
     sizes = (*map(expression, value_of(site.query).shape[:3]), expression(value_of(site.value).shape[2]))
-    places = tuple(sympy.Symbol(name, integer=True, nonnegative=True) for name in "bhqk")
+    index = places(4)
     if is_merged:
-        sizes, places = (sizes[0] * sizes[1], *sizes[2:]), places[1:]
+        sizes, index = (sizes[0] * sizes[1], *sizes[2:]), index[1:]
     if not _fits(reader.shape(mask), sizes):
         raise UnknownMask("the sizes of the mask are not proved to be those of the scores")
-    element = Element(mask, _broadcast(places, reader.shape(mask)))
+    element = Element(mask, _broadcast(index, reader.shape(mask)))
     while True:
         shape = reader.shape(element.value)
-        if _fits(shape, sizes) and element.index == _broadcast(places, shape):
+        if _fits(shape, sizes) and element.index == _broadcast(index, shape):
             yield element.value
         if not gradients.pass_through(element.value.node) or _is_detached(element.value, reader.operators):
             return

@@ -1,5 +1,4 @@
-"""QuACK is another package's: when glue takes its grouped products, what it says where it cannot, and that they are
-glue's own."""
+"""QuACK is another package's: when glue takes its grouped products, and that they are glue's own."""
 
 from __future__ import annotations
 
@@ -27,39 +26,6 @@ def _asked_anew(monkeypatch):
 def installed(monkeypatch, load):
     monkeypatch.setattr(optional_package, "installed_version", lambda package: "0.6.5")
     monkeypatch.setattr(quack_products.importlib, "import_module", load)
-
-
-def test_a_package_that_is_not_installed(monkeypatch):
-    monkeypatch.setattr(optional_package, "installed_version", lambda package: None)
-    assert quack_products.unusable() == "quack-kernels is not installed"
-
-
-def test_a_package_that_fails_when_it_is_imported(monkeypatch):
-    def load(name):
-        raise ModuleNotFoundError("No module named 'cutlass'")
-
-    installed(monkeypatch, load)
-    assert quack_products.unusable() == (
-        "quack-kernels 0.6.5 cannot be imported: ModuleNotFoundError: No module named 'cutlass'"
-    )
-
-
-def with_parameters(**changed: set[str]):
-    wanted = quack_products._PARAMETERS | changed
-    return types.SimpleNamespace(
-        **{name: eval(f"lambda {', '.join(sorted(taken))}: None") for name, taken in wanted.items()}
-    )
-
-
-def test_a_package_whose_functions_take_other_arguments(monkeypatch):
-    taken = quack_products._PARAMETERS["gemm"] - {"pingpong"}
-    installed(monkeypatch, lambda name: with_parameters(gemm=taken))
-    assert quack_products.unusable() == "gemm of quack-kernels 0.6.5 takes no pingpong; a newer glue may know it"
-
-
-def test_a_package_that_is_as_it_was(monkeypatch):
-    installed(monkeypatch, lambda name: with_parameters())
-    assert quack_products.unusable() is None
 
 
 # The choice, for tensors that lie on the CPU and are taken for a Hopper GPU's.
