@@ -225,9 +225,13 @@ def _filled(draw: Draw, masks: Masks, weights: str, visible: str) -> str:
 def _gated(draw: Draw, masks: Masks, out: str, scores: str) -> str:
     """Times what attention sinks leave of the weights, as granite_swa has them."""
     grad = ".requires_grad_()" if draw.chance(0.9) else ""
-    sinks = masks.input(
-        "sinks", f"torch.randn(HEADS, dtype=FLOAT, generator=g{draw.at}){grad}", "float", 1, is_leaf=True
+    drawn = draw.mostly(
+        f"torch.randn(HEADS, dtype=FLOAT, generator=g{draw.at}){grad}",
+        f"torch.full((HEADS,), float('-inf'), dtype=FLOAT{draw.at}){grad}",  # no sink
+        f"torch.full((HEADS,), -1e30, dtype=FLOAT{draw.at}){grad}",
+        share=0.7,
     )
+    sinks = masks.input("sinks", drawn, "float", 1, is_leaf=True)
     logit = draw.mostly(
         f"torch.logsumexp({scores}, dim=-1) - {sinks}.view(1, -1, 1)",
         f"torch.sub({scores}.logsumexp(-1), {sinks}[:, None])",
@@ -262,8 +266,10 @@ def _merged(draw: Draw, operand: str, length: str) -> str:
 def _merged_product(draw: Draw, masks: Masks, query: str, key: str) -> str:
     turned = f"{key}.transpose(1, 2)"
     if draw.chance(0.25):  # numbers for rows and heads together, as bloom adds them, or such that are not read
-        bias = f"({masks.added()}).expand(B, HEADS, T, S).reshape(B * HEADS, T, S)"
         factors = draw.mostly("alpha=0.5", "beta=1.0", "beta=0, alpha=0.25", "beta=0.5", "alpha=-0.5")
+        # What is not read has a gradient of zeros.
+        added = masks.learned() if "beta=0," in factors else masks.added()
+        bias = f"({added}).expand(B, HEADS, T, S).reshape(B * HEADS, T, S)"
         return draw.mostly(
             f"torch.baddbmm({bias}, {query}, {turned}, {factors})",
             f"{bias}.baddbmm(batch2={turned}, batch1={query}, {factors})",

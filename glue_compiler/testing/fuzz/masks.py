@@ -43,7 +43,8 @@ class Masks:
         if depth == 2 and draw.chance(0.7):
             return self.usual()
         if depth == 0 or draw.chance(0.3):
-            leaf = draw.pick(*(self.causal, self.same_document, self.window, self.padding) * 2, self.ordered, self.all)
+            rare = (self.ordered, self.all, self.numbers)
+            leaf = draw.pick(*(self.causal, self.same_document, self.window, self.padding) * 2, *rare)
             return leaf()
         return self.joined(self.boolean(depth - 1), self.boolean(depth - 1))
 
@@ -156,6 +157,24 @@ class Masks:
             "bool",
             2,
         )
+
+    def numbers(self) -> str:
+        """Keys whose number is one: of NaN alone a comparison with itself is false."""
+        draw = self.draw
+        drawn, where = (
+            f"torch.randn(B, S, dtype=FLOAT, generator=g{draw.at})",
+            f"torch.rand(B, S, generator=g{draw.at})",
+        )
+        # No value of the program's: other statements would make NaN of it.
+        self.inputs.setdefault("numbers", f"{drawn}.masked_fill({where} < 0.3, float('nan'))")
+        text = draw.pick(
+            "(numbers == numbers)",
+            "(numbers <= numbers)",
+            "(numbers * 0 == 0)",
+            "(numbers - numbers == 0)",
+            "torch.isnan(numbers).logical_not()",
+        )
+        return draw.let("mask", f"{text}[:, None, None, :]", "bool", 4)
 
     def window(self) -> str:
         draw = self.draw
