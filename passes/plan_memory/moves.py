@@ -47,7 +47,7 @@ def worth_of(choices: Iterable[tuple[float, Choice]]) -> Mapping[int, float]:
 
 
 def fill_link(
-    step: Step, groups: Mapping[int, int], worth: Mapping[int, float], times: Times, rates: Rates
+    step: Step, groups: Mapping[int, int], worth: Mapping[int, float], times: Times, rates: Rates, *, waits: bool
 ) -> frozenset[int]:
     """What would wait on the host if all of it were saved.
 
@@ -55,11 +55,12 @@ def fill_link(
     their copies take no more than the time in which they are hidden.
 
     Args:
+        waits: other calls wait between this one's forward and its backward, which then needs only the last at once.
         groups: by place, the segment whose values it is moved with; what is not there may not move.
         worth: see :func:`worth_of`; what has none is never saved.
     """
     last = max(times.forward, default=0)
-    room = {number: times.hides(number) * rates.link for number in times.forward if number < last - 1}
+    room = {number: times.hides(number) * rates.link for number in times.forward if number < last - (not waits)}
     found: set[int] = set()
     for place in sorted(worth, key=lambda p: (-worth[p], -step.values[p].nbytes, p)):
         nbytes, number = step.values[place].nbytes, groups.get(place)

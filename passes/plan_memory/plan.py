@@ -154,7 +154,8 @@ class _Planner:
     def _fill(self, choice: Choice, worth: Mapping[int, float]) -> frozenset[int]:
         groups = self.predictor.groups(choice)
         movable = {place: groups[place] for place in groups if place in self.may_move}
-        return fill_link(self.chooser.step, movable, worth, self.predictor.times(choice), self.predictor.rates)
+        times, waits = self.predictor.times(choice), self.waiting > 0
+        return fill_link(self.chooser.step, movable, worth, times, self.predictor.rates, waits=waits)
 
     def gap(self, plan: Plan, budget: int, is_over: Callable[[], bool]) -> float:
         """See :class:`Plan`. Source: Lagrangian relaxation of the budget, at as many prices as there is time for.

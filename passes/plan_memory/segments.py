@@ -15,6 +15,8 @@ SLACK = 1.05
 """A place is narrow if it is at most so many times as wide as the narrowest."""
 LENGTHS = (1, 2, 4)
 """Segments are tried that reach from each narrow place to the next, to the one after it, and so on."""
+FEW = 4
+"""With at most so many narrow places, as one layer has, the whole and each way to cut it in two are tried as well."""
 
 Segments = Mapping[int, int]
 """By place, the number of the segment that computes a value of the forward, in order."""
@@ -29,6 +31,10 @@ def segmentations(step: Step) -> Iterator[Segments]:
         chosen = borders[::length]
         if len(chosen) > 1 or length == 1:
             yield _between(step, chosen)
+    if 1 < len(borders) <= FEW:
+        yield _between(step, [])
+        for border in borders:
+            yield _between(step, [border])
 
 
 def _between(step: Step, borders: list[int]) -> Segments:
@@ -66,7 +72,8 @@ def _narrow_places(step: Step) -> list[int]:
     alive = list(accumulate(changes))  # at index i: what was computed before it and is read from it on
     kernels = [0, *accumulate(step.values[place].is_kernel for place in step.forward)]  # in front of index i
     # The embedding and the loss are narrower than any layer: the middle of the forward counts.
-    computed = [index for place, index in order.items() if not step.values[place].is_input]
+    # In front of an element only what it is an element of lies in memory, which counts with its elements.
+    computed = [index for place, index in order.items() if not (step.values[place].is_input or step.is_element(place))]
     quarter = len(computed) // 4
     middle = [alive[index] for index in computed[quarter : len(computed) - quarter]]
     if not middle:

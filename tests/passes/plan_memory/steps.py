@@ -32,3 +32,33 @@ def chain(layers: int, product_seconds: float = 0.01, may_recompute: bool = True
         values.append(Value((gradient, *read), place, MIB, product_seconds, is_kernel=True, is_backward=True))
         gradient = place
     return Step(tuple(values), forward, (x,), (gradient,), 0, {})
+
+
+def decoder_layer(seconds: float = 0.2) -> Step:
+    """One layer, alone: three products of its input, attention of them, which returns its result and a small value as a
+    list, a product of that, ``x`` added, and behind that two wide products and a narrow one. Backward needs all that
+    products read or write. ``seconds``: of each product and of attention, beside which ``RATES`` copy 20 MiB."""
+    values = [Value((), 0, 0, 0.0, is_input=True)]
+
+    def add(*read: int, mib: float = 1, takes: float = 1e-4, **kind: bool) -> int:
+        values.append(Value(read, len(values), int(mib * MIB), takes, **kind))
+        return len(values) - 1
+
+    def product(*read: int, mib: float = 1) -> int:
+        return add(*read, mib=mib, takes=seconds, is_kernel=True)
+
+    bent = add(0)
+    q, k, v = (product(bent) for _ in range(3))
+    attention = product(q, k, v, mib=0)
+    result, sums = add(attention), add(attention, mib=0.01)
+    between = add(0, product(result))
+    normed = add(between)
+    gate, up = product(normed, mib=3), product(normed, mib=3)
+    gated = add(gate, up, mib=3)
+    returned = add(between, product(gated))
+    forward = tuple(range(len(values)))
+    gradient = add(mib=0, is_input=True, is_backward=True)
+    for needed in ((gated,), (gate, up), (normed,), (between, result), (q, k, v, result, sums), (bent,)):
+        values.append(Value((gradient, *needed), len(values), MIB, seconds, is_kernel=True, is_backward=True))
+        gradient = len(values) - 1
+    return Step(tuple(values), forward, (returned,), (gradient,), 0, {})

@@ -14,7 +14,7 @@ from glue_compiler.passes.plan_memory.plan import plan_memory
 from glue_compiler.passes.plan_memory.predict import Predictor
 from glue_compiler.passes.plan_memory.segments import segmentations
 from glue_compiler.passes.plan_memory.step import Step, Value
-from tests.passes.plan_memory.steps import MIB, RATES, chain
+from tests.passes.plan_memory.steps import MIB, RATES, chain, decoder_layer
 
 
 def chooser(step):
@@ -137,6 +137,34 @@ def test_moves_are_those_that_compute_hides(budget):
         nbytes = sum(step.values[place].nbytes for place in plan.moved if groups[place] == number)
         assert nbytes <= times.hides(number) * RATES.link
     assert bool(plan.moved) == (budget < 2**40)
+
+
+def test_of_one_layer_among_others_its_second_half_hides_what_the_first_one_moves():
+    step = decoder_layer()
+    most = plan_memory(step, RATES, 2**40, frozenset(), waiting=15)
+    budget = most.held(15) - 15 * 2 * MIB
+    kept, moving = (plan_memory(step, RATES, budget, may_move, waiting=15) for may_move in ((), movable(step)))
+    assert most.recomputed == moving.recomputed < kept.recomputed
+    assert moving.held(15) <= budget
+    assert {moving.segments[place] for place in moving.moved} == {min(moving.segments.values())}
+    assert moving.seconds < kept.seconds
+
+
+def test_of_one_layer_alone_nothing_moves():
+    """Its backward begins as soon as its forward ends."""
+    step = decoder_layer()
+    most = plan_memory(step, RATES, 2**40, movable(step))
+    assert not plan_memory(step, RATES, most.peak - MIB, movable(step)).moved
+
+
+def test_one_layer_is_tried_whole_and_in_halves():
+    step = decoder_layer()
+    numbers = [[segments[place] for place in step.forward] for segments in segmentations(step)]
+    assert any(len(set(each)) == 1 for each in numbers)
+    halves = [each for each in numbers if len(set(each)) == 2]
+    attention = next(place for place, value in enumerate(step.values) if value.is_kernel and not value.nbytes)
+    gated = max(place for place in step.forward if step.values[place].nbytes == 3 * MIB)
+    assert any(each[attention] < each[gated - 2] == each[gated] for each in halves)
 
 
 def test_with_nothing_to_hide_behind_nothing_moves():
