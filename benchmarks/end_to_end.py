@@ -156,19 +156,21 @@ def measure(connection: Connection, schedule: Schedule, caches: str, *which: Any
             connection.recv()
             if first is None:  # the others hold less now
                 prepare(trainer, schedule)
-            if trainer.device == "cuda":
-                torch.cuda.reset_peak_memory_stats()
-            times = {}
+            times, peak = {}, 0.0
             for varies in schedule.kinds:
                 list(trainer.steps(schedule.warm_up, varies))
+                if trainer.device == "cuda":
+                    torch.cuda.reset_peak_memory_stats()
                 times[varies] = list(trainer.steps(schedule.timed, varies))
+                if trainer.device == "cuda":
+                    peak = max(peak, torch.cuda.max_memory_allocated() / 2**30)
         of_glue = [each for each in caught if issubclass(each.category, GlueWarning)]
         connection.send(
             {
                 **numbers_of(times[False], times.get(True, [])),
                 "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
                 "warnings": len(of_glue),
-                "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if trainer.device == "cuda" else 0.0,
+                "peak_gib": peak,
                 "messages": [str(each.message) for each in of_glue],
                 **planned(dump),
             }

@@ -13,7 +13,8 @@ def planned(folder: str) -> dict[str, float]:
 
     Predicted: ``planned ms`` and ``planned GiB``, the ``gap ms`` that is proved (see ``Plan.gap``), ``moved GiB``,
     kernels that are ``recomputed``, seconds of ``planning s``. Seen in the second and third step, where a card was
-    looked at: ``seen ms`` and ``seen GiB`` of the graph alone, the least of both steps.
+    looked at: ``seen ms`` and ``seen GiB`` of the graph alone, the least of both steps; the latter of those steps that
+    were the process's highest.
     """
     path = os.path.join(folder, "summary.json")
     if not os.path.exists(path):
@@ -38,5 +39,6 @@ def planned(folder: str) -> dict[str, float]:
         numbers["gap ms"] = counts["gap_microseconds"] / 1e3
     if seen := graph.get("measured"):
         numbers["seen ms"] = min(step["microseconds"] for step in seen) / 1e3
-        numbers["seen GiB"] = min(step["peak"] for step in seen) / GIB
+        if exact := [step["peak"] for step in seen if step["is_exact"]]:
+            numbers["seen GiB"] = min(exact) / GIB
     return numbers

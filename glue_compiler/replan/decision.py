@@ -50,7 +50,7 @@ class Asked:
         budget: bytes.
         inputs: bytes of the graph's inputs, its parameters among them.
         besides: for ``memory_budget="auto"``, what else was there when it was compiled, which that leaves out; else 0.
-        is_guess: it was planned as if it were one of very many.
+        guess: what it was planned with before any step was seen; None where it was the first call of its step.
         predicted: None where the compiled graph came from a cache, and no plan was made.
     """
 
@@ -58,7 +58,7 @@ class Asked:
     inputs: int
     is_auto: bool = False
     besides: int = 0
-    is_guess: bool = False
+    guess: Correction | None = None
     predicted: Predicted | None = None
 
 
@@ -66,7 +66,7 @@ def error_of(facts: StepFacts, asked: Asked) -> int:
     """Bytes by which a step is seen to take more than is predicted. 0 if that is not known."""
     if asked.predicted is None or not facts.is_exact:
         return 0
-    return max(0, facts.peak - _expected(facts, asked, asked.predicted))
+    return max(0, facts.peak - _with_others(facts.before, asked, asked.predicted))
 
 
 def correction_for(facts: StepFacts, asked: Asked, error: int) -> Correction | None:
@@ -79,18 +79,38 @@ def correction_for(facts: StepFacts, asked: Asked, error: int) -> Correction | N
     seen = _seen(facts, asked, error)
     is_missed = seen > (1 + TOLERANCE) * limit
     is_fastest = asked.predicted is not None and asked.predicted.is_fastest
-    if not is_missed and (not asked.is_guess or is_fastest):
+    if not is_missed and (is_fastest or not _has_more_room(facts, asked, limit)):
         return None
     is_smallest = asked.predicted is not None and asked.predicted.is_smallest
     if is_missed and is_smallest and facts.calls == 1:
         return None
     if asked.predicted is None:
         error = max(0, facts.peak - limit) if facts.is_exact else 0
+    taken = _taken(facts, asked)
+    told = f"a step was seen to take {_gib(seen)} of {_gib(limit)}, {_gib(taken)} for what this graph does not show"
+    return Correction(facts.calls, taken + error, told=f"{told}{_several(facts.calls)}")
+
+
+def _taken(facts: StepFacts, asked: Asked) -> int:
+    """What else was on the device, and is none of what the budget leaves out or plans keep."""
     taken = max(0, facts.before - facts.kept - asked.inputs)
     if asked.is_auto:  # asked again, it leaves out what is there then
         taken = max(0, taken - max(0, facts.base - asked.inputs))
-    told = f"a step was seen to take {_gib(seen)} of {_gib(limit)}, {_gib(taken)} for what this graph does not show"
-    return Correction(facts.calls, taken + error, told=f"{told}{_several(facts.calls)}")
+    return taken
+
+
+def _has_more_room(facts: StepFacts, asked: Asked, limit: int) -> bool:
+    """Than was guessed: fewer calls, or less beside them."""
+    if asked.guess is None:
+        return False
+    guessed = asked.guess.taken + (asked.guess.calls - 1) * asked.guess.handed
+    return facts.calls < asked.guess.calls or _taken(facts, asked) < guessed - TOLERANCE * limit
+
+
+def is_about_to_miss(before: int, asked: Asked) -> bool:
+    """Will a call that begins with ``before`` bytes on the device take it above its budget?"""
+    limit = (1 + TOLERANCE) * (asked.budget + asked.besides)
+    return asked.predicted is not None and _with_others(before, asked, asked.predicted) > limit
 
 
 def after_out_of_memory(calls: int) -> Correction:
@@ -102,12 +122,12 @@ def after_out_of_memory(calls: int) -> Correction:
 def _seen(facts: StepFacts, asked: Asked, error: int) -> int:
     if facts.is_exact:
         return facts.peak
-    return min(facts.peak, _expected(facts, asked, asked.predicted) + error) if asked.predicted else 0
+    return min(facts.peak, _with_others(facts.before, asked, asked.predicted) + error) if asked.predicted else 0
 
 
-def _expected(facts: StepFacts, asked: Asked, predicted: Predicted) -> int:
+def _with_others(before: int, asked: Asked, predicted: Predicted) -> int:
     """The peak of all that is on the device: a call's inputs are there before it begins."""
-    return max(0, facts.before - asked.inputs) + predicted.peak
+    return max(0, before - asked.inputs) + predicted.peak
 
 
 def _several(calls: int) -> str:

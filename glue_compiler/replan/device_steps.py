@@ -68,7 +68,7 @@ class DeviceSteps:
         self._numbers = itertools.count()
         self._waiting: dict[int, tuple[bool, int]] = {}
         # Of those that wait. A sum over them could be disturbed by one that is collected.
-        self._holding, self._kept = 0, 0
+        self.holding, self._kept = 0, 0
         self._step: _Step | None = None
 
     @property
@@ -113,11 +113,11 @@ class DeviceSteps:
             return None
         step.inputs[graph] = inputs
         now = self._mark().allocated
-        if (self._holding + 1, now) > (step.most, step.before):
-            step.most, step.before, step.kept = self._holding + 1, now, self._kept
+        if (self.holding + 1, now) > (step.most, step.before):
+            step.most, step.before, step.kept = self.holding + 1, now, self._kept
         number = next(self._numbers)
         self._waiting[number] = holds, kept
-        self._holding += holds
+        self.holding += holds
         self._kept += holds * kept
         return number
 
@@ -127,7 +127,7 @@ class DeviceSteps:
         if found is None:
             return
         holds, kept = found
-        self._holding -= holds
+        self.holding -= holds
         self._kept -= holds * kept
         if self._step is None:
             return

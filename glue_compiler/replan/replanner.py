@@ -28,9 +28,17 @@ from glue_compiler.fx.values import is_plain, tensors_in, value_of
 from glue_compiler.observer import Call, Observer
 from glue_compiler.options import GlueOptions
 from glue_compiler.pipeline import PassReport
-from glue_compiler.replan.correction import GUESS, Correction
-from glue_compiler.replan.decision import Asked, Predicted, after_out_of_memory, correction_for, error_of
+from glue_compiler.replan.correction import GUESSED_CALLS, Correction, guess
+from glue_compiler.replan.decision import (
+    Asked,
+    Predicted,
+    after_out_of_memory,
+    correction_for,
+    error_of,
+    is_about_to_miss,
+)
 from glue_compiler.replan.device_steps import DeviceSteps, DoneStep, Held
+from glue_compiler.replan.input_sizes import sizes_of
 from glue_compiler.report.graph_report import GraphReport
 from glue_compiler.report.kept_step import KeptStep
 from glue_compiler.report.session import Session
@@ -103,14 +111,17 @@ class Replanner:
         key = _key_of(gm, options, asked)
         with self._lock:
             correction = self._corrections.get(key)
-            if correction is not None:
+            if correction is not None and correction.is_measured:
                 return dataclasses.replace(options, correction=correction), None
+            held, is_auto = max(0, self._mark(device).allocated), asked == "auto"
+            sizes, first = sizes_of(placeholders, device), None
             # A guess lasts where no plan is made again.
-            may_guess = _why_not() is None and not saved_tensor_hooks.are_active()
-            if may_guess and _is_in_the_middle(placeholders):
-                options = dataclasses.replace(options, correction=GUESS)
-            besides = max(0, self._mark(device).allocated) if asked == "auto" else 0
-            graph = PlannedGraph(self, key, compile_id, options, asked == "auto", besides)
+            if sizes.handed and _why_not() is None and not saved_tensor_hooks.are_active():
+                first = guess(options.budget, held, *sizes, is_auto=is_auto)
+                if correction is not None:  # more calls were seen to wait
+                    first = dataclasses.replace(first, calls=correction.calls)
+                options = dataclasses.replace(options, correction=first)
+            graph = PlannedGraph(self, key, compile_id, options, first, is_auto, held)
             self._followed.add(graph)
         return options, graph
 
@@ -163,7 +174,10 @@ class Replanner:
                         graph.tell(UNSEEN)
                     self._settle(graph)
             holds = not saved_tensor_hooks.are_active()
-            number = steps.called(graph, _bytes_of(tensors, device), graph.kept, holds=holds)
+            inputs = _bytes_of(tensors, device)
+            number = steps.called(graph, inputs, graph.kept, holds=holds)
+            if graph.guess is not None and steps.holding > graph.guess.calls and graph in self._followed:
+                self._plan_for_more(graph, self._mark(device).allocated, inputs)
         return None if number is None else (device, number)
 
     def wait(self, call: tuple[torch.device, int], results: Any) -> None:
@@ -225,18 +239,26 @@ class Replanner:
             # Of accumulated gradients an optimiser makes its state later.
             self._settle(graph, next_look=2 * graph.calls)
 
-    def _plan_again(self, graph: PlannedGraph, correction: Correction) -> None:
+    def _plan_for_more(self, graph: PlannedGraph, before: int, inputs: int) -> None:
+        """More calls wait than was guessed: those that follow shall leave room for each other."""
+        asked = graph.asked(inputs)
+        if asked.guess is not None and asked.guess.calls < GUESSED_CALLS and is_about_to_miss(before, asked):
+            told = f"more than {asked.guess.calls} calls of planned graphs wait for their backward"
+            self._plan_again(graph, Correction(GUESSED_CALLS), told)
+
+    def _plan_again(self, graph: PlannedGraph, correction: Correction, told: str = "") -> None:
         """Have the frame compiled again at its next call, unless there is a reason not to; tell."""
         self._settle(graph)
+        told = told or correction.told
         reason = HOOKS if graph.is_hooked else _why_not()
         if reason is None:
             text = "glue plans its memory again"
             reason = recompile.forget_compiled_graph(list(self._codes), graph.compile_id, text)
         if reason is None:
             self._corrections[graph.key] = correction
-            graph.tell(f"{correction.told}; it is planned again at its next call")
+            graph.tell(f"{told}; it is planned again at its next call")
         else:
-            graph.tell(f"{correction.told}; it is not planned again: {reason}")
+            graph.tell(f"{told}; it is not planned again: {reason}")
 
 
 class _Waits:
@@ -255,9 +277,16 @@ class PlannedGraph(Observer):
     name = "replanner"
 
     def __init__(
-        self, replanner: Replanner, key: str, compile_id: str, options: GlueOptions, is_auto: bool, held: int
+        self,
+        replanner: Replanner,
+        key: str,
+        compile_id: str,
+        options: GlueOptions,
+        guess: Correction | None,
+        is_auto: bool,
+        held: int,
     ) -> None:
-        self.key, self.compile_id = key, compile_id
+        self.key, self.compile_id, self.guess = key, compile_id, guess
         self.steps, self.calls, self.idle, self.error = 0, 0, 0, 0
         self.is_settled, self.next_look = False, 0
         self.is_hooked = False  # has a call been made under hooks on saved tensors?
@@ -286,7 +315,7 @@ class PlannedGraph(Observer):
             inputs,
             is_auto=self._is_auto,
             besides=max(0, self._held - inputs) if self._is_auto else 0,
-            is_guess=self._options.correction is GUESS,
+            guess=self.guess,
             predicted=self._predicted,
         )
 
@@ -331,12 +360,6 @@ class _Followed:
             raise
         self.replanner.wait(waiting, results)
         return results
-
-
-def _is_in_the_middle(placeholders: Collection[fx.Node]) -> bool:
-    """Does an input need a gradient that is no parameter? What runs before waits for its backward then, too."""
-    values = [tensor for node in placeholders for tensor in tensors_in(value_of(node))]
-    return any(value.requires_grad and not isinstance(value, torch.nn.Parameter) for value in values)
 
 
 def _why_not() -> str | None:

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from glue_compiler.replan.correction import GUESSED_CALLS
+from glue_compiler.replan.correction import GUESSED_CALLS, Correction, guess
 from glue_compiler.replan.decision import (
     Asked,
     Predicted,
@@ -14,6 +14,7 @@ from glue_compiler.replan.decision import (
     after_out_of_memory,
     correction_for,
     error_of,
+    is_about_to_miss,
 )
 from glue_compiler.replan.device_steps import DeviceSteps, Held
 
@@ -76,16 +77,64 @@ def test_auto_leaves_out_what_is_there_when_it_is_asked_again():
     assert correction_for(kept_by_others, asked, 0).taken == 3 * GIB
 
 
+WAITING = Predicted(peak=3 * GIB, kept=GIB // 8, is_fastest=False, is_smallest=False)
+EIGHT = facts(8 * GIB, base=3 * GIB, before=7 * GIB, calls=8, kept=7 * GIB // 8)
+TAKEN = 7 * GIB - 7 * GIB // 8 - 2 * GIB
+
+
+def guessed(calls, taken=TAKEN, handed=0, **plan):
+    predicted = dataclasses.replace(WAITING, **plan)
+    return dataclasses.replace(ASKED, guess=Correction(calls, taken, handed), predicted=predicted)
+
+
 def test_a_guess_is_replaced_by_what_was_seen():
-    asked = dataclasses.replace(ASKED, is_guess=True)
-    plan = dataclasses.replace(PLAN, peak=3 * GIB, kept=GIB // 8)
-    asked = dataclasses.replace(asked, predicted=plan)
-    step = facts(8 * GIB, base=3 * GIB, before=7 * GIB, calls=8, kept=7 * GIB // 8)
-    found = correction_for(step, asked, 0)
-    assert found.calls == 8
-    assert found.taken == 7 * GIB - 7 * GIB // 8 - 2 * GIB
-    fastest = dataclasses.replace(asked, predicted=dataclasses.replace(plan, is_fastest=True))
-    assert correction_for(step, fastest, 0) is None
+    found = correction_for(EIGHT, guessed(GUESSED_CALLS), 0)
+    assert (found.calls, found.taken) == (8, TAKEN)
+    assert correction_for(EIGHT, guessed(GUESSED_CALLS, is_fastest=True), 0) is None
+
+
+@pytest.mark.parametrize(
+    ("calls", "taken", "handed", "stays"),
+    [
+        (8, TAKEN, 0, True),
+        (7, TAKEN, 0, True),
+        (9, TAKEN, 0, False),  # fewer calls
+        (8, TAKEN + GIB // 4, 0, True),  # 2% of the budget less beside them
+        (8, TAKEN + GIB // 2, 0, False),  # 4%
+        (8, TAKEN - GIB, GIB // 7, True),
+        (8, TAKEN, GIB // 7, False),
+    ],
+)
+def test_a_guess_stays_where_there_is_no_more_room_than_that(calls, taken, handed, stays):
+    asked = guessed(calls, taken, handed)
+    assert (correction_for(EIGHT, asked, 0) is None) == stays
+    assert correction_for(dataclasses.replace(EIGHT, peak=13 * GIB), asked, 0).calls == 8
+
+
+@pytest.mark.parametrize(
+    ("allocated", "parameters", "calls"),
+    [
+        (100, 10, 10),
+        (109, 10, 10),
+        (10, 10, 1),
+        (10**6, 10, GUESSED_CALLS),
+        (100, 0, GUESSED_CALLS),
+        (5, 10, GUESSED_CALLS),  # of an allocator that does not count
+    ],
+)
+def test_no_more_calls_are_guessed_than_there_are_weights(allocated, parameters, calls):
+    found = guess(1280, allocated, parameters + 2, parameters, 2, is_auto=False)
+    assert (found.calls, found.handed, found.is_measured) == (calls, 2, False)
+    others = max(0, allocated - parameters - 2)
+    assert others <= found.taken < others + 10
+    assert found.taken % 10 == 0
+    assert guess(1280, allocated, parameters + 2, parameters, 2, is_auto=True).taken == 0
+
+
+@pytest.mark.parametrize(("before", "misses"), [(4, False), (5, True)])
+def test_a_call_is_about_to_miss_the_budget_by_what_is_there_and_its_own_peak(before, misses):
+    assert is_about_to_miss(before * GIB, ASKED) == misses
+    assert not is_about_to_miss(before * GIB, dataclasses.replace(ASKED, predicted=None))
 
 
 def test_after_a_failure_the_least_is_taken():

@@ -18,6 +18,7 @@ LAYERS = 6
 WIDTH, ROWS = 16, 256
 X = ROWS * WIDTH * 4
 WEIGHTS = 100_000
+PARAMETERS = sum(parameter.nbytes for parameter in Block(WIDTH).parameters())
 
 
 class Layers(nn.Module):
@@ -58,9 +59,9 @@ def fresh():
     torch.manual_seed(0)
 
 
-def one_by_one(budget, **how):
+def one_by_one(budget, weights=WEIGHTS, **how):
     """A model whose layers are compiled, its input and what eager makes of it."""
-    device = Device(WEIGHTS)
+    device = Device(weights)
     run = Followed(device, memory_budget=budget)
     model, x = Layers(device, run, **how), torch.randn(ROWS, WIDTH)
     expected = results(model, model, x)
@@ -69,10 +70,10 @@ def one_by_one(budget, **how):
     return device, run, model, x, expected
 
 
-def trained(budget, steps=5, **how):
+def trained(budget, steps=5, weights=WEIGHTS, **how):
     """The model after some steps, whose results are those of eager."""
-    device, run, model, x, expected = one_by_one(budget, **how)
-    assert device.allocated == WEIGHTS
+    device, run, model, x, expected = one_by_one(budget, weights, **how)
+    assert device.allocated == weights
     peaks = []
     for _ in range(steps):
         device.peak = 0
@@ -91,6 +92,54 @@ def test_each_layer_is_planned_with_their_number_in_view(budget, leaf):
     # In the first step no more than in the last, which fits.
     assert peaks[0] <= peaks[-1] <= 1.03 * budget
     assert (second["microseconds"] == second["least_microseconds"]) == (budget == 700_000)
+
+
+def test_as_many_layers_as_the_device_has_weights_for_are_planned_once():
+    run, peaks = trained(500_000, weights=LAYERS * PARAMETERS)
+    (plan,) = run.plans
+    assert plan["saved_bytes"] > 0
+    assert plan["microseconds"] > plan["least_microseconds"]
+    assert max(peaks) <= 1.03 * 500_000
+    assert not run.told
+
+
+def test_a_whole_model_behind_a_graph_break_is_planned_once():
+    """As behind an embedding with a hook that lets its output need a gradient."""
+    device = Device(2 * LAYERS * PARAMETERS - 1)
+    run = Followed(device, memory_budget=300_000)
+    model, x = nn.Sequential(*(Block(WIDTH) for _ in range(LAYERS))), torch.randn(ROWS, WIDTH, requires_grad=True)
+    expected = results(model, model, x)
+    call = torch.compile(model, **run.how)
+    for _ in range(4):
+        device.peak = 0
+        assert equal(results(call, model, x, device, 290_000), expected)
+    (plan,) = run.plans
+    assert plan["microseconds"] > plan["least_microseconds"]
+    assert plan["peak"] <= 300_000 - LAYERS * PARAMETERS + 1
+    assert not run.told
+
+
+@pytest.mark.parametrize("budget", [500_000, 2**30])
+def test_weights_that_several_calls_share_are_more_calls_than_guessed(budget):
+    """The third call would be too many: from the next one on, they leave room for each other. Then they are counted."""
+    device = Device(PARAMETERS)
+    run = Followed(device, memory_budget=budget)
+    model, x = Layers(device, run), torch.randn(ROWS, WIDTH)
+    model.layers = nn.ModuleList([model.layers[0]] * LAYERS)
+    expected = results(model, model, x)
+    model.layers[0].compile(**run.how)
+    for _ in range(5):
+        device.peak = 0
+        assert equal(results(model, model, x), expected)
+    if budget == 2**30:
+        assert len(run.plans) == 1
+        assert not run.told
+        return
+    first, second, third = run.plans
+    assert second["saved_bytes"] < third["saved_bytes"] <= first["saved_bytes"]
+    assert "more than 1 calls" in run.told[0]
+    assert f"{LAYERS} calls" in run.told[1]
+    assert device.peak <= 1.03 * budget
 
 
 def test_a_plan_of_the_least_memory_is_what_little_room_asks_for():
