@@ -17,14 +17,12 @@ class Correction:
     Attributes:
         calls: so many calls of planned graphs wait for their backward at a time, and hold what the plan keeps.
         taken: bytes that are taken off the budget.
-        handed: bytes that each of the calls holds beside what its plan keeps, as far as ``taken`` does not count them.
         is_least: take the least memory, whatever the budget.
         told: where that is from, for the report; empty where nothing was measured.
     """
 
     calls: int = 1
     taken: int = 0
-    handed: int = 0
     is_least: bool = False
     told: str = ""
 
@@ -36,19 +34,18 @@ class Correction:
 NONE = Correction()
 
 
-def guess(budget: int, allocated: int, inputs: int, parameters: int, handed: int, *, is_auto: bool) -> Correction:
-    """For the first steps of a graph in the middle of a step, such as a layer that is compiled by itself.
+def guess(budget: int, allocated: int, inputs: int, parameters: int, *, is_auto: bool) -> Correction:
+    """For the first steps of a graph in the middle of a step: a layer that is compiled by itself, or a whole model.
 
-    No more calls wait than there is room for by their weights, as far as each has its own.
+    Of graphs that have more than half of the device's bytes as parameters of their own there is no second one.
 
     Args:
         allocated: bytes on the device when the graph is compiled; inputs: of these, its inputs' on that device, among
-            them its ``parameters``, and what calls before it have ``handed`` it, which it keeps for backward.
+            them its ``parameters``.
         is_auto: the budget leaves out what is there already.
     """
-    is_counted = 0 < parameters <= allocated  # some allocators do not count
-    calls = min(GUESSED_CALLS, allocated // parameters) if is_counted else GUESSED_CALLS
+    if not parameters <= allocated < 2 * parameters:  # fewer are there if an allocator does not count
+        return Correction(GUESSED_CALLS)
     # In steps, so that a cache is hit although some bytes more are there.
     step = max(1, budget // STEPS)
-    taken = 0 if is_auto else -(-max(0, allocated - inputs) // step) * step
-    return Correction(calls, taken, handed)
+    return Correction(taken=0 if is_auto else -(-max(0, allocated - inputs) // step) * step)

@@ -103,8 +103,7 @@ def _has_more_room(facts: StepFacts, asked: Asked, limit: int) -> bool:
     """Than was guessed: fewer calls, or less beside them."""
     if asked.guess is None:
         return False
-    guessed = asked.guess.taken + (asked.guess.calls - 1) * asked.guess.handed
-    return facts.calls < asked.guess.calls or _taken(facts, asked) < guessed - TOLERANCE * limit
+    return facts.calls < asked.guess.calls or _taken(facts, asked) < asked.guess.taken - TOLERANCE * limit
 
 
 def is_about_to_miss(before: int, asked: Asked) -> bool:

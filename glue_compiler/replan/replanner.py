@@ -38,7 +38,7 @@ from glue_compiler.replan.decision import (
     is_about_to_miss,
 )
 from glue_compiler.replan.device_steps import DeviceSteps, DoneStep, Held
-from glue_compiler.replan.input_sizes import sizes_of
+from glue_compiler.replan.input_sizes import is_in_the_middle, sizes_of
 from glue_compiler.report.graph_report import GraphReport
 from glue_compiler.report.kept_step import KeptStep
 from glue_compiler.report.session import Session
@@ -114,12 +114,12 @@ class Replanner:
             if correction is not None and correction.is_measured:
                 return dataclasses.replace(options, correction=correction), None
             held, is_auto = max(0, self._mark(device).allocated), asked == "auto"
-            sizes, first = sizes_of(placeholders, device), None
+            first = None
             # A guess lasts where no plan is made again.
-            if sizes.handed and _why_not() is None and not saved_tensor_hooks.are_active():
-                first = guess(options.budget, held, *sizes, is_auto=is_auto)
-                if correction is not None:  # more calls were seen to wait
-                    first = dataclasses.replace(first, calls=correction.calls)
+            may_guess = _why_not() is None and not saved_tensor_hooks.are_active()
+            if may_guess and is_in_the_middle(placeholders):
+                sizes = sizes_of(placeholders, device)
+                first = correction or guess(options.budget, held, *sizes, is_auto=is_auto)
                 options = dataclasses.replace(options, correction=first)
             graph = PlannedGraph(self, key, compile_id, options, first, is_auto, held)
             self._followed.add(graph)

@@ -72,8 +72,7 @@ class PlanMemory(JointPass):
         """What is best after so many of ``clock``'s seconds is taken."""
 
     def cache_options(self, options: GlueOptions) -> Any:
-        correction = options.correction
-        return options.budget, correction.calls, correction.handed, correction.is_least, self.moves
+        return options.budget, options.correction.calls, options.correction.is_least, self.moves
 
     def simpler(self, report: PassReport, excess: int) -> PlanMemory | None:
         counts = report.counts
@@ -123,9 +122,8 @@ class PlanMemory(JointPass):
         fuses = context.options.compiler == "inductor"
         movable = _movable(step, nodes) if moves else frozenset()
         correction = context.options.correction
+        room = 0 if correction.is_least else min((int(MARGIN * budget), *self.limits))
         waiting = correction.calls - 1
-        left = int(MARGIN * budget) - waiting * correction.handed
-        room = 0 if correction.is_least else max(0, min((left, *self.limits)))
         plan = plan_memory(
             step, rates, room, movable, fuses=fuses, waiting=waiting, seconds=self.seconds, clock=self.clock
         )
