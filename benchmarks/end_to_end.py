@@ -55,7 +55,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -142,6 +142,7 @@ def measure(connection: Connection, schedule: Schedule, caches: str, *which: Any
     dump = f"{caches} dump"
     if is_planned(which[1]):
         os.environ["GLUE_DUMP"] = dump
+        schedule = replace(schedule, compiling=schedule.warm_up)
     torch.set_float32_matmul_precision("high")
     try:
         with warnings.catch_warnings(record=True) as caught:

@@ -17,8 +17,8 @@ optimiser. All rows compile side by side, each in a process of its own, and take
 one after the other when all are ready. Columns: milliseconds of a step, median; GiB at the peak; both as planned; by
 how much another plan over the same segments could be faster at most, by what operators were measured to take; bytes
 moved to the host, kernels that are computed again, seconds of planning and of the first step; glue's warnings, whose
-texts stand below the table; the largest difference of a gradient of the last step from the first row's, relative to
-that gradient's largest number (what bf16 rounds is some hundredths).
+texts stand below the table, as does why a plan was made again; the largest difference of a gradient of the last step
+from the first row's, relative to that gradient's largest number (what bf16 rounds is some hundredths).
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ def main(arguments: list[str] | None = None) -> None:
         texts = [cells["error"]] if "error" in cells else [_text(cells.get(column)) for column in COLUMNS]
         print(f"| {row} |", " | ".join(texts), "|")
     for row, cells in found.items():
-        for message in dict.fromkeys(cells.get("messages", ())):
+        for message in dict.fromkeys((*cells.get("messages", ()), *cells.get("replan", ()))):
             print(f"{row}: {message}")
     if given.svg:
         dots = [Dot(row, c["peak GiB"], c["step ms"]) for row, c in found.items() if "peak GiB" in c]

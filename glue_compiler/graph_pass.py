@@ -141,6 +141,8 @@ class PairPass(GraphPass):
     """A rewrite of the stage ``PARTITIONED``. ``run`` is not called."""
 
     stage: ClassVar[Stage] = Stage.PARTITIONED
+    changes_peak: ClassVar[bool] = True
+    """May another peak of memory come of it? If not, it does not run where a pair is only tried out for its peak."""
 
     def run(self, graph: fx.GraphModule, context: PassContext) -> PassResult:
         raise NotImplementedError(f"{self.name} works on the forward and backward graph together")

@@ -48,7 +48,7 @@ def partition_marked(
     what was tried the pair that misses least is taken. With ``strict``, a refusal is raised.
 
     Args:
-        on_pairs: what will run on the pair; it is judged as they will leave it.
+        on_pairs: what will run on the pair; it is judged as those of them will leave it that change its peak.
         partition: makes a pair of ``joint``, as it is marked at that moment.
     """
     before = Snapshot(joint)
@@ -123,7 +123,7 @@ def _excess(
     count = pipeline.counter.count
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", GlueWarning)  # it is told when it is done in earnest
-        pipeline.run_pair(finished, on_pairs)
+        pipeline.run_pair(finished, [each for each in on_pairs if each.changes_peak])
     pipeline.counter.count = count
     for gm in (finished.forward, finished.backward):
         nested_graphs.inline_bodies(gm)  # what is alive inside counts too
