@@ -31,10 +31,10 @@ def segmentations(step: Step) -> Iterator[Segments]:
         chosen = borders[::length]
         if len(chosen) > 1 or length == 1:
             yield _between(step, chosen)
-    if 1 < len(borders) <= FEW:
+    if 0 < len(borders) <= FEW:
         yield _between(step, [])
-        for border in borders:
-            yield _between(step, [border])
+        if len(borders) > 1:
+            yield from (_between(step, [border]) for border in borders)
 
 
 def _between(step: Step, borders: list[int]) -> Segments:

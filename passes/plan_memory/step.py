@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -94,8 +95,11 @@ class Step:
         return frozenset(found)
 
     def is_element(self, place: int) -> bool:
-        """Is it one of what a kernel returns as a tuple? Its bytes are counted with it."""
-        return any(self.values[read].is_kernel and not self.values[read].nbytes for read in self.values[place].inputs)
+        """Is it one of what a kernel returns as a tuple, or of a list in there? Its bytes are counted with it."""
+        return any(
+            not self.values[read].nbytes and (self.values[read].is_kernel or self.is_element(read))
+            for read in self.values[place].inputs
+        )
 
 
 def read_step(joint: fx.GraphModule, num_outputs: int, costs: Costs, shape_env: object) -> tuple[Step, list[fx.Node]]:
@@ -113,7 +117,7 @@ def read_step(joint: fx.GraphModule, num_outputs: int, costs: Costs, shape_env: 
 
     values = []
     for node in nodes:
-        value, root = value_of(node), storage_root(node)
+        value, root = value_of(node), _memory_of(node)
         is_input = node.op in ("placeholder", "get_attr")
         own = nbytes(node) if root is node and (not is_input or node in backward) else 0
         policy = checkpoint_tags.explicit_policy(node)
@@ -147,6 +151,17 @@ def read_step(joint: fx.GraphModule, num_outputs: int, costs: Costs, shape_env: 
         regions,
     )
     return step, nodes
+
+
+def _memory_of(node: fx.Node) -> fx.Node:
+    """What made its memory. What an operator returns as a list is none, but each tensor in there."""
+    root = storage_root(node)
+    return node if root.target is not node.target and _is_in_a_list(node, root) else root
+
+
+def _is_in_a_list(node: fx.Node, root: fx.Node) -> bool:
+    is_taken_out = node.target is operator.getitem and isinstance(value_of(node), torch.Tensor)
+    return is_taken_out and isinstance(value_of(root), list | tuple)
 
 
 def _is_a_tensor_of_its_own(node: fx.Node, root: fx.Node) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import dataclasses
 import functools
 import itertools
@@ -234,6 +235,42 @@ def test_what_reads_an_input_that_the_step_writes_is_not_computed_again(writes, 
     assert found.values[sine].may_recompute is not writes
     others = [place for place, node in enumerate(nodes) if node.target is torch.ops.aten.gelu.default]
     assert all(found.values[place].may_recompute for place in others)
+
+
+@torch.library.custom_op("glue_test::with_halves", mutates_args=())
+def with_halves(x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    return x + 1, [x * 2, x * 3]
+
+
+@with_halves.register_fake
+def _(x):
+    return x + 1, [torch.empty_like(x), torch.empty_like(x)]
+
+
+with_halves.register_autograd(
+    lambda ctx, one, more: ctx.saved_halves[0] * one,
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "saved_halves", output[1]),
+)
+
+
+def test_tensors_in_a_list_among_results_count_one_by_one(monkeypatch):
+    """As the gradients do that a loss in chunks returns in its forward."""
+    seen = []
+    own = plan_memory.read_step
+    monkeypatch.setattr(plan_memory, "read_step", lambda *given: seen.append(own(*given)) or seen[-1])
+    run = compile_with_glue(lambda x: with_halves(x)[0], memory_budget=2**40, **ON)
+    x = torch.randn(8, 16, requires_grad=True)
+    run.call(x).sum().backward()
+    assert torch.equal(x.grad, 2 * x.detach())
+    ((found, nodes),) = seen
+    listed = [
+        p for p, node in enumerate(nodes) if "getitem" in node.name and isinstance(node.meta["val"], torch.Tensor)
+    ]
+    elements = [found.values[place] for place in listed if place in found.needed]
+    assert [(value.nbytes, value.may_save) for value in elements] == [(x.nbytes, True)]
+    assert all(found.is_element(place) for place in listed)
+    (plan,) = (p.counts for graph in run.session.graphs for p in graph.passes if p.name == "plan_memory")
+    assert plan["saved_bytes"] == x.nbytes
 
 
 class Chosen(nn.Module):

@@ -167,6 +167,16 @@ def test_one_layer_is_tried_whole_and_in_halves():
     assert any(each[attention] < each[gated - 2] == each[gated] for each in halves)
 
 
+def test_with_one_narrow_place_the_whole_is_tried_too():
+    """What crosses the place is kept if it is cut there, and need not be."""
+    values = [Value((), 0, 0, 0.0, is_input=True), Value((0,), 1, MIB, 1e-4)]
+    values += [Value((1,), 2, 3 * MIB, 0.01, is_kernel=True), Value((2,), 3, MIB, 0.01, is_kernel=True)]
+    values += [Value((1, 3), 4, MIB, 1e-4), Value((), 5, 0, 0.0, is_input=True, is_backward=True)]
+    values += [Value((5, 1, 2), 6, MIB, 0.01, is_kernel=True, is_backward=True)]
+    step = Step(tuple(values), tuple(range(5)), (4,), (6,), 0, {})
+    assert plan_memory(step, RATES, 1, frozenset(), waiting=127).kept == 0
+
+
 def test_with_nothing_to_hide_behind_nothing_moves():
     quick = chain(12, product_seconds=1e-6)
     assert not plan_memory(quick, RATES, 24 * MIB, movable(quick)).moved
