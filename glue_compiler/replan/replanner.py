@@ -308,8 +308,8 @@ class PlannedGraph(Observer):
         return self._predicted.kept if self._predicted is not None else 0
 
     def asked(self, inputs: int) -> Asked:
-        budget = self._options.budget
-        assert budget is not None
+        budget = self._options.memory_budget  # with what a guess has taken off, which lies on the device
+        assert isinstance(budget, int)
         return Asked(
             budget,
             inputs,

@@ -103,7 +103,7 @@ def test_a_whole_model_behind_a_graph_break_is_planned_once():
     call = torch.compile(model, **run.how)
     for _ in range(4):
         device.peak = 0
-        assert equal(results(call, model, x, device, 290_000), expected)
+        assert equal(results(call, model, x, device, 305_000), expected)  # less than 3% above
     (plan,) = run.plans
     assert plan["microseconds"] > plan["least_microseconds"]
     assert plan["peak"] <= 300_000 - LAYERS * PARAMETERS + 1
