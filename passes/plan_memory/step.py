@@ -156,12 +156,8 @@ def read_step(joint: fx.GraphModule, num_outputs: int, costs: Costs, shape_env: 
 def _memory_of(node: fx.Node) -> fx.Node:
     """What made its memory. What an operator returns as a list is none, but each tensor in there."""
     root = storage_root(node)
-    return node if root.target is not node.target and _is_in_a_list(node, root) else root
-
-
-def _is_in_a_list(node: fx.Node, root: fx.Node) -> bool:
     is_taken_out = node.target is operator.getitem and isinstance(value_of(node), torch.Tensor)
-    return is_taken_out and isinstance(value_of(root), list | tuple)
+    return node if is_taken_out and isinstance(value_of(root), list | tuple) else root
 
 
 def _is_a_tensor_of_its_own(node: fx.Node, root: fx.Node) -> bool:
