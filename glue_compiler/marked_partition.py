@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from glue_compiler.compat import nested_graphs
 from glue_compiler.errors import GlueWarning, first_line
 from glue_compiler.fx.copying import copy_graph_module
 from glue_compiler.fx.effects import EffectAnalysis
@@ -125,6 +124,4 @@ def _excess(
         warnings.simplefilter("ignore", GlueWarning)  # it is told when it is done in earnest
         pipeline.run_pair(finished, [each for each in on_pairs if each.changes_peak])
     pipeline.counter.count = count
-    for gm in (finished.forward, finished.backward):
-        nested_graphs.inline_bodies(gm)  # what is alive inside counts too
     return worst(finished)

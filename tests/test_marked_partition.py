@@ -22,6 +22,7 @@ from glue_compiler.ops.device_rates import Rates
 from glue_compiler.options import GlueOptions
 from glue_compiler.passes import plan_memory
 from glue_compiler.passes.plan_memory import moves
+from glue_compiler.passes.share_layers import ShareLayers
 from glue_compiler.pipeline import Pipeline
 from glue_compiler.testing import capture
 from tests.captured import compile_with_glue
@@ -166,15 +167,12 @@ def test_numbers_of_rewrites_are_those_of_what_was_taken(hides_all, monkeypatch)
     assert numbers == list(range(1, len(numbers) + 1))
 
 
-def test_a_finished_step_is_judged_with_what_is_alive_inside_of_shared_layers():
+def test_what_changes_no_peak_does_not_run_where_a_step_is_tried_out_for_its_peak(monkeypatch):
+    seen = []
+    monkeypatch.setattr(ShareLayers, "run_pair", lambda self, *given: seen.append(given))
     (pair,) = capture(Layers(layers(12)), ids(64), stage="partitioned")
-
-    def excess(shares):
-        options = GlueOptions(memory_budget=1, compiler="aot_eager", passes={"share_layers": shares})
-        pipeline = Pipeline(registry.all_passes(), options)
-        on_pairs = [each for each in pipeline.step_passes(pair.forward) if isinstance(each, PairPass)]
-        assert any(each.name == "share_layers" for each in on_pairs) is shares
-        graphs = (pair.forward, pair.backward)
-        return _excess(pipeline, [plan_memory.PlanMemory()], on_pairs, graphs, pair.num_outputs)
-
-    assert excess(True) == excess(False)
+    pipeline = Pipeline(registry.all_passes(), GlueOptions(memory_budget=1, compiler="aot_eager"))
+    on_pairs = [each for each in pipeline.step_passes(pair.forward) if isinstance(each, PairPass)]
+    assert {each.name: each.changes_peak for each in on_pairs} == {"overlap_offload": True, "share_layers": False}
+    assert _excess(pipeline, [plan_memory.PlanMemory()], on_pairs, (pair.forward, pair.backward), pair.num_outputs) > 0
+    assert not seen
