@@ -101,7 +101,8 @@ def test_between_two_prices_the_later_segments_keep_more():
 
 def test_of_equal_values_in_one_segment_some_are_kept():
     """A layer that is compiled by itself has no other segments to pay another price."""
-    values = [Value((), 0, 0, 0.0, is_input=True), Value((0,), 1, 1024, 1e-3, is_kernel=True)]
+    values = [Value((), 0, 0, 0.0, is_input=True)]
+    values += [Value((0,), 1, 1024, 1e-3, is_kernel=True, may_recompute=False)]
     values += [Value((1,), place, 4 * MIB, 0.01, is_kernel=True) for place in (2, 3, 4, 5)]
     values += [Value((2, 3, 4, 5), 6, MIB, 0.01, is_kernel=True)]
     values += [Value((), 7, 0, 0.0, is_input=True, is_backward=True)]
