@@ -96,10 +96,8 @@ class Step:
 
     def is_element(self, place: int) -> bool:
         """Is it one of what a kernel returns as a tuple, or of a list in there? Its bytes are counted with it."""
-        return any(
-            not self.values[read].nbytes and (self.values[read].is_kernel or self.is_element(read))
-            for read in self.values[place].inputs
-        )
+        roots = (self.values[self.values[read].root] for read in self.values[place].inputs)
+        return any(root.is_kernel and not root.nbytes for root in roots)
 
 
 def read_step(joint: fx.GraphModule, num_outputs: int, costs: Costs, shape_env: object) -> tuple[Step, list[fx.Node]]:
