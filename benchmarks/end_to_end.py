@@ -263,7 +263,7 @@ def run_all(cases: list[tuple[str, str]], arguments: argparse.Namespace, caches:
     schedule = Schedule(timed=arguments.steps, kinds=(False,) if arguments.fixed else (False, True))
 
     def started(row: str, variant: str) -> Running:
-        which = (row, variant, size_of(row, arguments), arguments.device, arguments.compiler)
+        which = (row.partition("@")[0], variant, size_of(row, arguments), arguments.device, arguments.compiler)
         return Running(row, variant, which, *_started(measure, schedule, f"{caches}/{row} {variant}", *which))
 
     found = [started(row, variant) for row, variant in cases]
@@ -350,8 +350,10 @@ def installed_packages() -> Iterator[tuple[str, str]]:
 
 
 def size_of(row: str, arguments: argparse.Namespace) -> Size:
+    """Of a row, or of one with so many tokens (``qwen3-bf16@4096``)."""
     is_tiny = arguments.device != "cuda"
-    tokens = arguments.tokens or (256 if is_tiny else ROWS[row].tokens)
+    row, _, of_case = row.partition("@")
+    tokens = int(of_case or arguments.tokens or (256 if is_tiny else ROWS[row].tokens))
     return Size(
         tokens,
         arguments.least or tokens * 6000 // 8192,
@@ -364,7 +366,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default=",".join(DEFAULT_ROWS), help=f"of {', '.join(ROWS)}")
     parser.add_argument("--variants", default=",".join(DEFAULT_VARIANTS), help=f"of {', '.join(VARIANTS)}")
-    parser.add_argument("--cases", help="such as qwen3-bf16:glue,llama-lora:flex, instead of each variant of each row")
+    parser.add_argument(
+        "--cases",
+        help="such as qwen3-bf16:glue,llama-lora@4096:flex (with so many tokens), instead of each variant of each row",
+    )
     parser.add_argument(
         "--tokens", type=int, help="the fixed total, which those that vary stay below; a row has its own"
     )
@@ -386,7 +391,7 @@ def main() -> None:
         cases = [(row, variant) for row, _, variant in (each.partition(":") for each in arguments.cases.split(","))]
     for row, variant in cases:
         variant_of(variant)
-        if row not in ROWS:
+        if row.partition("@")[0] not in ROWS:
             parser.error(f"there is no row '{row}'; see --help")
     print(
         f"torch {torch.__version__} on {device}",

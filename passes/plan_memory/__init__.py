@@ -78,7 +78,7 @@ class PlanMemory(JointPass):
         counts = report.counts
         if not report.changed:
             return None
-        left = max(SECONDS / 10, self.seconds - report.milliseconds / 1e3)
+        left = max(self.seconds / 2, self.seconds - report.milliseconds / 1e3)
         if excess > 0 and len(self.limits) < TIGHTER and counts["peak"] > counts["least_peak"]:
             limits = (*self.limits, counts["held"] - excess)
             return PlanMemory(moves=self.moves, limits=limits, seconds=left, clock=self.clock)

@@ -31,6 +31,7 @@ class Value:
         seconds: to compute it: of products and attention their time, of what a compiler fuses the time to write it.
         scratch: bytes that its kernel takes for itself while it runs.
         is_kernel: a kernel of its own under any compiler, such as a product; others are fused.
+        is_tuple: several tensors, or lists of some, which have places of their own; their bytes are counted there.
         is_pointwise: each element depends on one element of each operand alone.
         is_input: of the step; always there, whatever is planned.
         is_backward: depends on a gradient.
@@ -45,6 +46,7 @@ class Value:
     seconds: float
     scratch: int = 0
     is_kernel: bool = False
+    is_tuple: bool = False
     is_pointwise: bool = False
     is_input: bool = False
     is_backward: bool = False
@@ -97,7 +99,7 @@ class Step:
     def is_element(self, place: int) -> bool:
         """Is it one of what a kernel returns as a tuple, or of a list in there? Its bytes are counted with it."""
         roots = (self.values[self.values[read].root] for read in self.values[place].inputs)
-        return any(root.is_kernel and not root.nbytes for root in roots)
+        return any(root.is_kernel and root.is_tuple for root in roots)
 
 
 def read_step(joint: fx.GraphModule, num_outputs: int, costs: Costs, shape_env: object) -> tuple[Step, list[fx.Node]]:
@@ -128,6 +130,7 @@ def read_step(joint: fx.GraphModule, num_outputs: int, costs: Costs, shape_env: 
                 seconds=cost.seconds,
                 scratch=cost.scratch,
                 is_kernel=root is node and is_kernel(node),  # several views are none
+                is_tuple=isinstance(value, list | tuple),
                 is_pointwise=is_pointwise(node),
                 is_input=is_input,
                 is_backward=node in backward,

@@ -44,12 +44,12 @@ def decoder_layer(seconds: float = 0.2) -> Step:
         values.append(Value(read, len(values), int(mib * MIB), takes, **kind))
         return len(values) - 1
 
-    def product(*read: int, mib: float = 1) -> int:
-        return add(*read, mib=mib, takes=seconds, is_kernel=True)
+    def product(*read: int, mib: float = 1, **kind: bool) -> int:
+        return add(*read, mib=mib, takes=seconds, is_kernel=True, **kind)
 
     bent = add(0)
     q, k, v = (product(bent) for _ in range(3))
-    attention = product(q, k, v, mib=0)
+    attention = product(q, k, v, mib=0, is_tuple=True)
     result, sums = add(attention), add(attention, mib=0.01)
     between = add(0, product(result))
     normed = add(between)

@@ -20,6 +20,7 @@ from glue_compiler.graph_pass import Numerics, Stage
 from glue_compiler.ops.device_rates import Rates
 from glue_compiler.passes import plan_memory
 from glue_compiler.passes.plan_memory import moves
+from glue_compiler.passes.plan_memory.segments import segmentations
 from glue_compiler.pipeline import PassReport
 from tests.captured import compile_with_glue
 from tests.passes.overlap_offload.models import Block, Blocks, equal, step
@@ -269,6 +270,65 @@ def test_tensors_in_a_list_among_results_count_one_by_one(monkeypatch):
     assert all(found.is_element(place) for place in listed)
     (plan,) = (p.counts for graph in run.session.graphs for p in graph.passes if p.name == "plan_memory")
     assert plan["saved_bytes"] == x.nbytes
+
+
+@torch.library.custom_op("glue_test::starts", mutates_args=())
+def starts(ids: torch.Tensor) -> torch.Tensor:
+    return (ids == 0).nonzero().flatten()
+
+
+@starts.register_fake
+def _(ids):
+    return ids.new_empty(torch.library.get_ctx().new_dynamic_size())
+
+
+@torch.library.custom_op("glue_test::within", mutates_args=())
+def within(x: torch.Tensor, starts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return x * 2 + starts.sum() * 0, x.sum(-1)
+
+
+within.register_fake(lambda x, starts: (torch.empty_like(x), x.new_empty(x.shape[:-1])))
+within.register_autograd(lambda ctx, grad, _: (2 * grad, None), setup_context=lambda ctx, inputs, output: None)
+
+
+def test_what_reads_a_tensor_of_unknown_size_stays_in_its_segment(monkeypatch):
+    """Offsets of documents, which every layer's attention reads, have no bytes that are known. Nor has what an operator
+    returns as a tuple, whose elements go where it goes; what reads the offsets does not go to theirs."""
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.outer = nn.Linear(16, 64), nn.Linear(64, 16)
+
+        def forward(self, x, offsets):
+            return x + self.outer(within(torch.tanh(self.inner(x)), offsets)[0])
+
+    class Layers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(Layer() for _ in range(6))
+
+        def forward(self, x, ids):
+            offsets = starts(ids)
+            for layer in self.layers:
+                x = layer(x, offsets)
+            return x
+
+    seen = []
+    own = plan_memory.read_step
+    monkeypatch.setattr(plan_memory, "read_step", lambda *given: seen.append(own(*given)) or seen[-1])
+    model = Layers()
+    run = compile_with_glue(model, memory_budget=2**40, **ON)
+    run.call(torch.randn(8, 16), torch.arange(8) % 3).sum().backward()
+    ((found, nodes),) = seen
+    places = [place for place, node in enumerate(nodes) if node.target is torch.ops.glue_test.within.default]
+    taken = [[nodes.index(user) for user in nodes[place].users] for place in places]
+    assert len(places) == 6
+    assert not any(map(found.is_element, places))
+    assert all(map(found.is_element, sum(taken, [])))
+    segments = next(segmentations(found))
+    assert [segments[element] for element, *_ in taken] == [segments[place] for place in places]
+    assert len({segments[place] for place in places}) == 6
 
 
 class Chosen(nn.Module):

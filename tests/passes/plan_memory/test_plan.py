@@ -283,7 +283,7 @@ def test_an_element_belongs_to_the_segment_of_its_operator():
     step = chain(4)
     values = list(step.values)
     kernel = 6  # of the second layer, made an operator that returns a tuple
-    values[kernel] = dataclasses.replace(values[kernel], nbytes=0, may_save=False)
+    values[kernel] = dataclasses.replace(values[kernel], nbytes=0, may_save=False, is_tuple=True)
     values[kernel + 1] = dataclasses.replace(values[kernel + 1], nbytes=4 * MIB)
     changed = dataclasses.replace(step, values=tuple(values))
     assert changed.is_element(kernel + 1)
