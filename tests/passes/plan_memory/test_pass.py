@@ -325,7 +325,7 @@ def test_what_reads_a_tensor_of_unknown_size_stays_in_its_segment(monkeypatch):
     taken = [[nodes.index(user) for user in nodes[place].users] for place in places]
     assert len(places) == 6
     assert not any(map(found.is_element, places))
-    assert all(map(found.is_element, sum(taken, [])))
+    assert all(map(found.is_element, itertools.chain(*taken)))
     segments = next(segmentations(found))
     assert [segments[element] for element, *_ in taken] == [segments[place] for place in places]
     assert len({segments[place] for place in places}) == 6
