@@ -65,7 +65,8 @@ def fused_lives(
     may_inline: Callable[[Key], bool],
     size_written: Callable[[Key], int],
 ) -> FusedLives[Key]:
-    """What reads a tensor in one kernel with an earlier value is written with it: of a gated product both gradients.
+    """What reads a tensor in one kernel with an earlier value is written with it: of a gated product both gradients. So
+    is what reads the earlier value itself, such as a gradient times an adapter's scale.
 
     Args:
         places: of what is computed, in order. operands, may_inline: as for :func:`fused_reads`.
@@ -80,8 +81,9 @@ def fused_lives(
         if not (size := size_written(key)) or key in inlined:
             continue
         ready = max((first[read] for read in each if read in first), default=-1)
-        beside = (other for read in each for other in readers.get(read, ()) if size_written(other) == size)
-        first[key] = min((first[other] for other in beside if ready <= first[other]), default=place)
+        fusible = (other for read in each for other in (read, *readers.get(read, ())) if other in first)
+        beside = (first[other] for other in fusible if size_written(other) == size)
+        first[key] = min((at for at in beside if ready <= at), default=place)
         for read in each:
             readers.setdefault(read, []).append(key)
     return FusedLives(first, last, inlined)

@@ -76,6 +76,35 @@ GATED = {"grad": (), "up": ("grad", "saved"), "product": ("up",), "gate": ("grad
 """Both gradients of a gated product, with a product of the first between them."""
 
 
+SCALED = {"grad": (), "gate": ("grad", "saved"), "product": ("gate",), "scaled": ("gate",), "other": ("scaled",)}
+"""A gradient, a product of it, and the gradient times a number, which another product reads."""
+
+
+def test_what_reads_a_written_value_is_written_by_its_kernel():
+    assert gated(SCALED, {"gate": 8, "scaled": 8}).first == {
+        "grad": 0,
+        "gate": 1,
+        "product": 2,
+        "scaled": 1,
+        "other": 4,
+    }
+
+
+@pytest.mark.parametrize(
+    ("sizes", "more"),
+    [({"gate": 8, "scaled": 4}, ()), ({"scaled": 8}, ()), ({"gate": 8, "scaled": 8}, ("product",))],
+    ids=["of another size", "of a kernel of its own", "read beside what is not there yet"],
+)
+def test_what_cannot_be_in_its_kernel_is_written_later(sizes, more):
+    changed = SCALED | {"scaled": ("gate", *more)}
+    assert gated(changed, sizes).first["scaled"] == 3
+
+
+def test_what_reads_a_value_of_before_has_no_kernel_to_be_written_in():
+    """As backward does, of what forward has written and saved."""
+    assert gated({"scaled": ("saved",), "other": ("scaled",)}, {"saved": 8, "scaled": 8}).first["scaled"] == 0
+
+
 def test_two_gradients_that_read_the_same_are_written_by_one_kernel():
     found = gated(GATED, {"up": 8, "gate": 8})
     assert found.first == {"grad": 0, "up": 1, "product": 2, "gate": 1, "other": 4}

@@ -403,8 +403,9 @@ def test_lists_of_a_mask_are_kept_where_what_reads_them_is_computed_again(budget
         torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-9)
 
 
-@pytest.mark.parametrize(("took", "left"), [(2.0, 8.0), (9.9, 1.0), (30.0, 1.0)])
-def test_a_simpler_plan_has_the_time_that_the_first_one_left(took, left):
+@pytest.mark.parametrize(("took", "left"), [(2.0, 8.0), (9.9, 5.0), (30.0, 5.0)])
+def test_a_simpler_plan_has_the_time_that_the_first_one_left_or_half_of_it_all(took, left):
+    """Less is enough for the first ways to cut a large model alone."""
     clock = itertools.count().__next__
     report = report_of_a_plan(took)
     simpler = plan_memory.PlanMemory(clock=clock).simpler(report, excess=0)
