@@ -263,7 +263,7 @@ def run_all(cases: list[tuple[str, str]], arguments: argparse.Namespace, caches:
     schedule = Schedule(timed=arguments.steps, kinds=(False,) if arguments.fixed else (False, True))
 
     def started(row: str, variant: str) -> Running:
-        which = (row.partition("@")[0], variant, size_of(row, arguments), arguments.device, arguments.compiler)
+        which = (row_and_tokens(row)[0], variant, size_of(row, arguments), arguments.device, arguments.compiler)
         return Running(row, variant, which, *_started(measure, schedule, f"{caches}/{row} {variant}", *which))
 
     found = [started(row, variant) for row, variant in cases]
@@ -349,11 +349,16 @@ def installed_packages() -> Iterator[tuple[str, str]]:
             yield name, importlib.metadata.version(name)
 
 
+def row_and_tokens(case: str) -> tuple[str, int | None]:
+    """Of ``qwen3-bf16@4096``, or ``qwen3-bf16``, which says no number."""
+    row, _, tokens = case.partition("@")
+    return row, int(tokens) if tokens else None
+
+
 def size_of(row: str, arguments: argparse.Namespace) -> Size:
-    """Of a row, or of one with so many tokens (``qwen3-bf16@4096``)."""
     is_tiny = arguments.device != "cuda"
-    row, _, of_case = row.partition("@")
-    tokens = int(of_case or arguments.tokens or (256 if is_tiny else ROWS[row].tokens))
+    row, of_case = row_and_tokens(row)
+    tokens = of_case or arguments.tokens or (256 if is_tiny else ROWS[row].tokens)
     return Size(
         tokens,
         arguments.least or tokens * 6000 // 8192,
@@ -391,7 +396,7 @@ def main() -> None:
         cases = [(row, variant) for row, _, variant in (each.partition(":") for each in arguments.cases.split(","))]
     for row, variant in cases:
         variant_of(variant)
-        if row.partition("@")[0] not in ROWS:
+        if row_and_tokens(row)[0] not in ROWS:
             parser.error(f"there is no row '{row}'; see --help")
     print(
         f"torch {torch.__version__} on {device}",

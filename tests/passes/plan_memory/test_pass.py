@@ -208,8 +208,17 @@ def test_an_operator_that_is_not_known_is_not_computed_again():
     assert joint_graphs.may_recompute(drawn)
 
 
+@pytest.fixture
+def steps_read(monkeypatch):
+    """Each step that is planned in a test, with its nodes."""
+    found = []
+    own = plan_memory.read_step
+    monkeypatch.setattr(plan_memory, "read_step", lambda *given: found.append(own(*given)) or found[-1])
+    return found
+
+
 @pytest.mark.parametrize("writes", [False, True])
-def test_what_reads_an_input_that_the_step_writes_is_not_computed_again(writes, monkeypatch):
+def test_what_reads_an_input_that_the_step_writes_is_not_computed_again(writes, steps_read):
     """Backward would read what was written."""
 
     class Model(Plain):
@@ -224,13 +233,10 @@ def test_what_reads_an_input_that_the_step_writes_is_not_computed_again(writes, 
                     self.scale.mul_(0.5)
             return x
 
-    seen = []
-    own = plan_memory.read_step
-    monkeypatch.setattr(plan_memory, "read_step", lambda *given: seen.append(own(*given)) or seen[-1])
     model = Model()
     run = compile_with_glue(model, memory_budget=2**40, **ON)
     step(run.call, model, torch.randn(8, 16))
-    ((found, nodes),) = seen
+    ((found, nodes),) = steps_read
     (sine,) = (place for place, node in enumerate(nodes) if node.target is torch.ops.aten.sin.default)
     assert found.values[sine].may_recompute is not writes
     others = [place for place, node in enumerate(nodes) if node.target is torch.ops.aten.gelu.default]
@@ -253,16 +259,13 @@ with_halves.register_autograd(
 )
 
 
-def test_tensors_in_a_list_among_results_count_one_by_one(monkeypatch):
+def test_tensors_in_a_list_among_results_count_one_by_one(steps_read):
     """As the gradients do that a loss in chunks returns in its forward."""
-    seen = []
-    own = plan_memory.read_step
-    monkeypatch.setattr(plan_memory, "read_step", lambda *given: seen.append(own(*given)) or seen[-1])
     run = compile_with_glue(lambda x: with_halves(x)[0], memory_budget=2**40, **ON)
     x = torch.randn(8, 16, requires_grad=True)
     run.call(x).sum().backward()
     assert torch.equal(x.grad, 2 * x.detach())
-    ((found, nodes),) = seen
+    ((found, nodes),) = steps_read
     tensors = [place for place, node in enumerate(nodes) if isinstance(node.meta["val"], torch.Tensor)]
     listed = [place for place in tensors if nodes[place].name.startswith("getitem")]
     elements = [found.values[place] for place in listed if place in found.needed]
@@ -291,7 +294,7 @@ within.register_fake(lambda x, starts: (torch.empty_like(x), x.new_empty(x.shape
 within.register_autograd(lambda ctx, grad, _: (2 * grad, None), setup_context=lambda ctx, inputs, output: None)
 
 
-def test_what_reads_a_tensor_of_unknown_size_stays_in_its_segment(monkeypatch):
+def test_what_reads_a_tensor_of_unknown_size_stays_in_its_segment(steps_read):
     """Offsets of documents, which every layer's attention reads, have no bytes that are known. Nor has what an operator
     returns as a tuple, whose elements go where it goes; what reads the offsets does not go to theirs."""
 
@@ -314,13 +317,10 @@ def test_what_reads_a_tensor_of_unknown_size_stays_in_its_segment(monkeypatch):
                 x = layer(x, offsets)
             return x
 
-    seen = []
-    own = plan_memory.read_step
-    monkeypatch.setattr(plan_memory, "read_step", lambda *given: seen.append(own(*given)) or seen[-1])
     model = Layers()
     run = compile_with_glue(model, memory_budget=2**40, **ON)
     run.call(torch.randn(8, 16), torch.arange(8) % 3).sum().backward()
-    ((found, nodes),) = seen
+    ((found, nodes),) = steps_read
     places = [place for place, node in enumerate(nodes) if node.target is torch.ops.glue_test.within.default]
     taken = [[nodes.index(user) for user in nodes[place].users] for place in places]
     assert len(places) == 6
