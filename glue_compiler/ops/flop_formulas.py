@@ -60,10 +60,13 @@ def _product(query: Shape, cu_seqlens: Shape | None, max_seqlen: int, is_causal:
 
 
 @register_flop_formula(torch.ops.glue.linear_cross_entropy)
-def linear_cross_entropy_flops(rows: Sequence[Shape], weights: Sequence[Shape], *others: Any, **result: Any) -> int:
+def linear_cross_entropy_flops(
+    rows: Sequence[Shape], weights: Sequence[Shape], *others: Any, out_shape: Any = None
+) -> int:
     """Of the logits, and of each gradient of rows or weights that forward makes; arguments as the operator has them."""
-    *_, needs_grad, _ = others
-    return _products_of(rows, weights, needs_grad)
+    needs_grad = others[-2]
+    makes_none = out_shape is not None and not out_shape[2]  # float16's, which backward makes
+    return _products_of(rows, weights, () if makes_none else needs_grad)
 
 
 @register_flop_formula(torch.ops.glue.linear_cross_entropy_gradients)

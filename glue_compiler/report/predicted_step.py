@@ -50,9 +50,11 @@ class PredictedStep:
 def predict_step(graphs: Sequence[GraphText], rates: Rates) -> PredictedStep | None:
     """Run the step's operators in the order of issue on a compute stream and two copy streams.
 
-    Only products and attention take time, which is a lower bound of computing: what is hidden here is hidden in a real
-    step that reaches the rates. None if nothing is copied, or no product has a known size.
+    Only products, attention and a loss in chunks take time, which is a lower bound of computing: what is hidden here is
+    hidden in a real step that reaches the rates. None if nothing is copied, or no product has a known size.
     """
+    import glue_compiler.ops.flop_formulas  # noqa: F401  registers them; a second of start-up that other commands save
+
     run = _Run(rates)
     for graph, node in step_nodes(graphs):
         run.issue(graph, node)
@@ -157,6 +159,8 @@ def _packet(function: ast.expr) -> Any:
 def _argument(argument: ast.expr, shapes: Mapping[str, str]) -> Any:
     if isinstance(argument, ast.Name):
         return _argument_of(shapes.get(argument.id, ""))
+    if isinstance(argument, ast.List | ast.Tuple):
+        return [_argument(element, shapes) for element in argument.elts]
     try:
         return ast.literal_eval(argument)
     except ValueError:

@@ -62,11 +62,16 @@ def test_documents_of_unknown_number_have_a_usual_length(documents, longest, len
     assert formula(shape, shape, shape, documents, longest, False, -1, 1.0) == 2 * 2 * (1 << 20) * 4 * 8 * length
 
 
+def loss_settings(trains, dtype=torch.float32):
+    """All that a loss over 50 classes is given beside rows and weights."""
+    return None, torch.randint(50, (32,)), None, "mean", -100, 0.0, 1.0, 0.0, dtype, [*trains, False], False
+
+
 @pytest.mark.parametrize("trains", [(True, True), (True, False), (False, True)])
 def test_a_loss_counts_logits_and_the_gradients_that_are_needed(trains):
     x, weight = (torch.randn(n, 8, requires_grad=trained) for n, trained in zip((32, 50), trains, strict=True))
-    target = torch.randint(50, (32,))
-    settings = (None, target, None, "mean", -100, 0.0, 1.0, 0.0, torch.float32, [*trains, False], False)
+    settings = loss_settings(trains)
+    target = settings[1]
     ours = counted(lambda: torch.ops.glue.linear_cross_entropy([x], [weight], *settings)[0].backward())
     assert ours == counted(lambda: F.cross_entropy(F.linear(x, weight), target).backward()) > 0
     with torch.no_grad():
@@ -74,3 +79,12 @@ def test_a_loss_counts_logits_and_the_gradients_that_are_needed(trains):
             lambda: torch.ops.glue.linear_cross_entropy_gradients(torch.ones(()), [x], [weight], *settings[:-1])
         )
     assert again == ours
+
+
+def test_a_loss_of_float16_makes_its_gradients_in_backward_alone():
+    x, weight = (torch.randn(n, 8, dtype=torch.float16, requires_grad=True) for n in (32, 50))
+    settings = loss_settings((True, True), torch.float16)
+    logits = 2 * 32 * 8 * 50
+    assert counted(lambda: torch.ops.glue.linear_cross_entropy([x], [weight], *settings)) == logits
+    step = counted(lambda: torch.ops.glue.linear_cross_entropy([x], [weight], *settings)[0].backward())
+    assert step == logits + 3 * logits

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import glue_compiler.ops.flop_formulas  # noqa: F401  registers them
 from glue_compiler.report.graph_text import GraphText, NodeLine
 from glue_compiler.report.predicted_step import Rates, bytes_of, flops_of, predict_step
 from glue_compiler.report.recorded import read_folder
@@ -49,6 +50,15 @@ def test_products_cost_what_torch_counts():
     assert flops_of(NodeLine("c", MM, "f32[10, 50]"), SHAPES) == PRODUCT
     bias = NodeLine("c", "torch.ops.aten.addmm.default(bias, a, b)", "f32[10, 50]")
     assert flops_of(bias, {**SHAPES, "bias": "f32[50]"}) == PRODUCT
+
+
+def test_operands_in_a_list_are_counted():
+    settings = "None, t, None, 'mean', -100, 0.0, 1.0, 0.0, torch.float32, [True, {}, False], False"
+    for second, products in ((True, 3), (False, 2)):
+        text = f"torch.ops.glue.linear_cross_entropy.default([x], [w], {settings.format(second)})"
+        shapes = {"x": "f32[32, 8]", "w": "f32[50, 8]", "t": "i64[32]"}
+        assert flops_of(NodeLine("c", text, ""), shapes) == products * 2 * 32 * 8 * 50
+        assert flops_of(NodeLine("c", text, ""), {**shapes, "x": "f32[s0, 8]"}) is None
 
 
 def test_what_is_no_product_costs_nothing():
