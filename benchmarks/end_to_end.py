@@ -199,6 +199,7 @@ def prepare(trainer: Trainer, schedule: Schedule) -> float | None:
         first = None
     if first is None:  # behind the handler: the error holds on to the step's tensors
         trainer.optimizer.zero_grad()
+        trainer.optimizer.state.clear()  # a step that fails leaves some states half made
         gc.collect()
     return first
 
@@ -260,7 +261,8 @@ def run_all(cases: list[tuple[str, str]], arguments: argparse.Namespace, caches:
 
     What has failed for want of memory while others held theirs is started once more then, by itself.
     """
-    schedule = Schedule(timed=arguments.steps, kinds=(False,) if arguments.fixed else (False, True))
+    kinds = (False,) if arguments.fixed else (False, True)
+    schedule = Schedule(warm_up=arguments.warm_up, timed=arguments.steps, kinds=kinds)
 
     def started(row: str, variant: str) -> Running:
         which = (row_and_tokens(row)[0], variant, size_of(row, arguments), arguments.device, arguments.compiler)
@@ -383,6 +385,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int)
     parser.add_argument("--warm", action="store_true", help="then a first step of each with its caches filled")
     parser.add_argument("--steps", type=int, default=10, help="timed, for each of the two kinds of totals")
+    parser.add_argument("--warm-up", type=int, default=Schedule.warm_up, help="steps in front of these")
     parser.add_argument("--limit", type=float, default=290, help="seconds for all compiles together")
     parser.add_argument("--compiler", default="inductor", choices=("inductor", "aot_eager"))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -15,6 +15,8 @@ MOST_READS = 4
 ``realize_reads_threshold`` has it."""
 MOST_SUMMED_READS = 8
 """The same for a value of a single reader (``realize_acc_reads_threshold``): a long sum is computed in pieces."""
+FARTHEST = 64
+"""A value waits for none that is more than so many written ones behind it (``Scheduler.are_long_distant_nodes``)."""
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -50,10 +52,12 @@ class FusedLives(Generic[Key]):
     """When the memories of what is computed in some order are written and read.
 
     Attributes:
+        reads: the memories that each is computed from.
         first: the place where each is written; no later than where it stands. last: where it is read last.
         inlined: the values that are in no memory.
     """
 
+    reads: Mapping[Key, frozenset[Key]]
     first: Mapping[Key, int]
     last: Mapping[Key, int]
     inlined: set[Key]
@@ -68,22 +72,53 @@ def fused_lives(
     """What reads a tensor in one kernel with an earlier value is written with it: of a gated product both gradients. So
     is what reads the earlier value itself, such as a gradient times an adapter's scale.
 
+    If what it reads is not there yet, the earlier value waits for it, unless it is computed from that: of a gated
+    product that backward computes again, for the gradients. Who reads the earlier value runs behind them.
+
     Args:
         places: of what is computed, in order. operands, may_inline: as for :func:`fused_reads`.
         size_written: of a pointwise value that is written to memory, its bytes, else 0.
     """
-    reads, inlined = fused_reads(list(places), operands, may_inline)
-    last = {read: place for place, each in zip(places.values(), reads, strict=True) for read in each}
+    found, inlined = fused_reads(list(places), operands, may_inline)
+    reads = dict(zip(places, found, strict=True))
+    last = {read: place for key, place in places.items() for read in reads[key]}
     first: dict[Key, int] = {}
     readers: dict[Key, list[Key]] = {}
-    for (key, place), each in zip(places.items(), reads, strict=True):
+    kernels: dict[Key, list[Key]] = {}
+    number: dict[Key, int] = {}
+    for key, place in places.items():
         first[key] = place
-        if not (size := size_written(key)) or key in inlined:
+        if key in inlined:
             continue
-        ready = max((first[read] for read in each if read in first), default=-1)
-        fusible = (other for read in each for other in (read, *readers.get(read, ())) if other in first)
-        beside = (first[other] for other in fusible if size_written(other) == size)
-        first[key] = min((at for at in beside if ready <= at), default=place)
-        for read in each:
+        number[key] = len(number)
+        if not (size := size_written(key)):
+            for read in reads[key]:
+                kernels.setdefault(read, []).append(key)
+            continue
+        ready = max((first[read] for read in reads[key] if read in first), default=-1)
+        fusible = {other for read in reads[key] for other in (read, *readers.get(read, ())) if other in first}
+        beside = [other for other in fusible if size_written(other) == size]
+        first[key] = min((first[other] for other in beside if ready <= first[other]), default=place)
+        for other in beside:
+            is_near = number[key] - number[other] <= FARTHEST
+            if first[other] < first[key] and is_near and not _is_computed_from(key, other, reads, places):
+                late = reads[other].union([other], *(reads[kernel] for kernel in kernels.get(other, ())))
+                last.update((read, max(last.get(read, 0), first[key])) for read in late)
+        for read in reads[key]:
             readers.setdefault(read, []).append(key)
-    return FusedLives(first, last, inlined)
+    return FusedLives(reads, first, last, inlined)
+
+
+def _is_computed_from(key: Key, other: Key, reads: Mapping[Key, frozenset[Key]], places: Mapping[Key, int]) -> bool:
+    """By way of something else."""
+    seen: set[Key] = set()
+    waiting = [read for read in reads[key] if read != other]
+    while waiting:
+        read = waiting.pop()
+        if read in seen or places.get(read, -1) < places[other]:
+            continue
+        if other in reads[read]:
+            return True
+        seen.add(read)
+        waiting += reads[read]
+    return False

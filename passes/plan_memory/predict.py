@@ -223,7 +223,7 @@ class Predictor:
             elif place in moved:
                 over = max(over, self._ends.get(groups[place] + 1, end) - 1)
             lives.append((place, at, over, counts))
-        return self._on_the_device(list(self.step.forward), lives, memories.first, kept | choice.saved)
+        return self._on_the_device(list(self.step.forward), lives, memories, kept | choice.saved)
 
     def _lives_in_backward(self, choice: Choice, moved: Collection[int], back: _Backward) -> Lives:
         values, order = self.step.values, back.order
@@ -240,17 +240,17 @@ class Predictor:
                 over = len(order) - 1 if place in kept else last.get(place, at)
                 counts = values[place].is_input or place in self.step.realised or place in kept
                 lives.append((place, at, over, counts))
-        return self._on_the_device(order, lives, memories.first, kept | choice.saved)
+        return self._on_the_device(order, lives, memories, kept | choice.saved)
 
     def _on_the_device(
         self,
         order: Sequence[int],
         lives: Sequence[tuple[int, int, int, bool]],
-        first: Mapping[int, int],
+        memories: FusedLives[int],
         stays: Collection[int],
     ) -> Lives:
         """``lives``: the value, its first and last place in ``order``, and whether it counts even if no kernel lies
-        between the two; ``first``: where it is written; ``stays``: what nothing is written over."""
+        between the two; ``stays``: what nothing is written over."""
         values = self.step.values
         kernels = [0, *accumulate(values[place].is_kernel for place in order)]
         ends = {
@@ -258,9 +258,9 @@ class Predictor:
             for place, at, over, counts in lives
             if counts or not self._fuses or kernels[over] > kernels[min(at + 1, len(order))]
         }
-        found = self._in_place(order, kernels, ends, stays) if self._fuses else ends
+        found = self._in_place(order, kernels, ends, memories, stays) if self._fuses else ends
         return {
-            place: (min(at, first.get(place, at)), over, self.step.values[place].nbytes)
+            place: (min(at, memories.first.get(place, at)), over, self.step.values[place].nbytes)
             for place, (at, over) in found.items()
         }
 
@@ -269,10 +269,27 @@ class Predictor:
         order: Sequence[int],
         kernels: Sequence[int],
         ends: Mapping[int, tuple[int, int]],
+        memories: FusedLives[int],
         stays: Collection[int],
     ) -> dict[int, tuple[int, int]]:
-        """What is fused between two kernels writes its results where operands of the same size lay that end there."""
+        """What is fused between two kernels writes its results where operands of the same size lay that end there, if
+        nothing else there reads them but what the result is computed from, as Inductor's scheduler has it."""
         values, found = self.step.values, dict(ends)
+        gaps = {place: kernels[index] for index, place in enumerate(order) if place in memories.reads}
+        readers: dict[tuple[int, int], set[int]] = {}
+        for place, gap in gaps.items():
+            for read in () if values[place].is_kernel or place in memories.inlined else memories.reads[place]:
+                readers.setdefault((gap, read), set()).add(place)
+
+        def computed_from(place: int) -> set[int]:
+            """It, and what stands between the same two kernels."""
+            reached, waiting = {place}, [place]
+            while waiting:
+                more = {read for read in memories.reads[waiting.pop()] if gaps.get(read) == gaps[place]} - reached
+                reached |= more
+                waiting += more
+            return reached
+
         free: dict[tuple[int, int], list[int]] = {}
         for place, (_, over) in ends.items():
             if not (values[order[over]].is_kernel or values[place].is_input or place in stays):
@@ -281,8 +298,11 @@ class Predictor:
             is_written = kernels[over] > kernels[at] or over == len(order) - 1
             if order[at] == place and not values[place].is_kernel and is_written:
                 for other in free.get((kernels[at], values[place].nbytes), []):
-                    if ends[other][0] < at:
+                    beside = readers.get((kernels[at], other), set())
+                    if ends[other][0] < at and place in beside and beside <= computed_from(place):
                         free[kernels[at], values[place].nbytes].remove(other)
-                        found[other] = (ends[other][0], max(ends[other][0], at - 1))
+                        begins = memories.first.get(place, at)
+                        over = begins if kernels[begins] == kernels[at] else at
+                        found[other] = (ends[other][0], max(ends[other][0], over - 1))
                         break
         return found

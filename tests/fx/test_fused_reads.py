@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import fx
 
-from glue_compiler.fx.fused_reads import MOST_READS, MOST_SUMMED_READS, fused_lives, fused_reads, is_pointwise
+from glue_compiler.fx.fused_reads import FARTHEST, MOST_READS, MOST_SUMMED_READS, fused_lives, fused_reads, is_pointwise
 
 aten = torch.ops.aten
 
@@ -127,3 +127,40 @@ def test_what_is_not_of_one_kernel_is_written_where_it_stands(sizes, operands):
 def test_what_reads_a_fused_value_is_written_with_it():
     operands = {"grad": (), "up": ("grad",), "product": ("up",), "gate": ("up", "grad")}
     assert gated(operands, {"up": 8, "gate": 8}).first["gate"] == 1
+
+
+AGAIN = {
+    "product": ("saved",),
+    "weight": ("product", "input"),
+    "grad": (),
+    "gate": ("grad", "saved"),
+    "more": ("gate",),
+}
+"""A gated product that backward computes again, for a weight's gradient, and the gradient of one of its factors."""
+
+
+def test_what_shares_a_read_waits_for_what_is_not_there_yet():
+    found = gated(AGAIN, {"product": 8, "gate": 8})
+    assert found.first == {"product": 0, "weight": 1, "grad": 2, "gate": 3, "more": 4}
+    # Who reads it runs behind the kernel that writes both, and so keeps what else it reads.
+    assert found.last == {"saved": 3, "product": 3, "input": 3, "grad": 3, "gate": 4}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "operands"),
+    [
+        ({"product": 4, "gate": 8}, AGAIN),  # of another size
+        ({"product": 8, "gate": 8}, {**AGAIN, "gate": ("grad", "saved2")}),  # they read nothing in common
+        ({"product": 8, "gate": 8}, {**AGAIN, "grad": ("weight",)}),  # it is computed from it, by way of a product
+    ],
+)
+def test_what_is_of_a_kernel_of_its_own_waits_for_nothing(sizes, operands):
+    assert gated(operands, sizes).last["product"] == 1
+
+
+@pytest.mark.parametrize(("between", "waits"), [(FARTHEST - 3, True), (FARTHEST - 2, False)])
+def test_what_is_far_behind_is_not_waited_for(between, waits):
+    others = {str(number): () for number in range(between)}
+    operands = {"early": ("saved",), "its": ("early",), **others, "grad": (), "late": ("saved", "grad")}
+    found = gated(operands, {"early": 8, "late": 8})
+    assert found.last["early"] == (found.first["late"] if waits else 1)

@@ -1,4 +1,5 @@
-"""The predicted peak is the one that torch's profiler sees allocated, where operators run one by one."""
+"""The predicted peak is the one that torch's profiler sees allocated, where operators run one by one, and, where
+Inductor fuses them, close to it."""
 
 from __future__ import annotations
 
@@ -6,8 +7,12 @@ import json
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._inductor.fx_passes import post_grad
 from torch.profiler import ProfilerActivity, profile
 
+from glue_compiler.passes import plan_memory
 from tests.captured import compile_with_glue
 from tests.passes.plan_memory.test_gradients import Checkpointed, Stack
 
@@ -47,3 +52,83 @@ def test_the_predicted_peak_is_what_is_allocated(kind, tmp_path):
         largest = largest or report.counts["peak"]
         # The gradient that backward gets is the caller's, and was there before.
         assert measured <= report.counts["peak"] <= 1.01 * (measured + gradient.nbytes)
+
+
+WIDTH = 128
+
+
+class Adapted(nn.Module):
+    """A frozen product, and two narrow ones beside it that train."""
+
+    def __init__(self, inside, outside):
+        super().__init__()
+        self.base = nn.Linear(inside, outside, bias=False).requires_grad_(False)
+        self.down, self.up = nn.Linear(inside, 8, bias=False), nn.Linear(8, outside, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x)) * 2.0
+
+
+class Gated(nn.Module):
+    """Layers of a gated product, which training saves or computes again."""
+
+    def __init__(self, product=lambda inside, outside: nn.Linear(inside, outside, bias=False)):
+        super().__init__()
+        sizes = ((WIDTH, 4 * WIDTH), (WIDTH, 4 * WIDTH), (4 * WIDTH, WIDTH))
+        self.layers = nn.ModuleList(nn.ModuleList(product(*size) for size in sizes) for _ in range(4))
+
+    def forward(self, x):
+        for gate, up, down in self.layers:
+            normed = F.rms_norm(x, (WIDTH,))
+            x = x + down(F.silu(gate(normed)) * up(normed))
+        return x
+
+
+class Waves(nn.Module):
+    """Each kernel between two products writes several values of the same operands."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2)) for _ in range(6))
+
+    def forward(self, x):
+        for first, second in self.layers:
+            x = first(x.sin()) + second(x.cos())
+        return x
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:glue. the memory_budget of")
+@pytest.mark.parametrize("share", [None, 0.8, 0.6])
+@pytest.mark.parametrize("kind", [Gated, lambda: Gated(Adapted), Waves], ids=["gated", "adapted", "waves"])
+def test_the_predicted_peak_is_close_to_what_inductors_code_allocates(kind, share, tmp_path, monkeypatch):
+    """Too much is predicted where nothing is left out: of equal layers one body could run, which writes over none of
+    its inputs."""
+    monkeypatch.setattr(post_grad, "is_gpu", lambda device: True)  # sums of products are of fused kernels there
+    monkeypatch.setattr(plan_memory, "_movable", lambda *_: frozenset())  # here the host's memory is the device's
+    model, x = kind(), torch.randn(2048, WIDTH)
+
+    def measured_and_predicted(budget):
+        torch._dynamo.reset()
+        run = compile_with_glue(
+            lambda x: model(x).sin().sum(),
+            memory_budget=budget,
+            passes={"plan_memory": True},
+            compiler="inductor",
+            fx_graph_cache=False,
+        )
+
+        def one_step():
+            model.zero_grad(set_to_none=True)
+            run.call(x).backward()
+
+        one_step()
+        model.zero_grad(set_to_none=True)
+        inputs = sum(parameter.nbytes for parameter in model.parameters()) + x.nbytes
+        (report,) = (p for p in run.report.passes if p.name == "plan_memory")
+        return most_allocated(one_step, tmp_path / "trace.json") + inputs, report.counts["peak"]
+
+    measured, predicted = measured_and_predicted(2**40)
+    if share is not None:
+        measured, predicted = measured_and_predicted(int(share * predicted))
+    assert 0.97 * measured <= predicted <= 1.15 * measured
