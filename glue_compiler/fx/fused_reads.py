@@ -68,16 +68,18 @@ def fused_lives(
     operands: Callable[[Key], Collection[Key]],
     may_inline: Callable[[Key], bool],
     size_written: Callable[[Key], int],
+    size: Callable[[Key], int],
 ) -> FusedLives[Key]:
     """What reads a tensor in one kernel with an earlier value is written with it: of a gated product both gradients. So
     is what reads the earlier value itself, such as a gradient times an adapter's scale.
 
-    If what it reads is not there yet, the earlier value waits for it, unless it is computed from that: of a gated
-    product that backward computes again, for the gradients. Who reads the earlier value runs behind them.
+    If what it reads is not there yet, and what both read is as large as they are, the earlier value waits, unless the
+    later one is computed from it: a gated product that backward computes again waits for the gradients. Who reads the
+    earlier value runs behind them.
 
     Args:
         places: of what is computed, in order. operands, may_inline: as for :func:`fused_reads`.
-        size_written: of a pointwise value that is written to memory, its bytes, else 0.
+        size_written: of a pointwise value that is written to memory, its bytes, else 0. size: bytes of any memory.
     """
     found, inlined = fused_reads(list(places), operands, may_inline)
     reads = dict(zip(places, found, strict=True))
@@ -91,16 +93,20 @@ def fused_lives(
         if key in inlined:
             continue
         number[key] = len(number)
-        if not (size := size_written(key)):
+        if not (own := size_written(key)):
             for read in reads[key]:
                 kernels.setdefault(read, []).append(key)
             continue
         ready = max((first[read] for read in reads[key] if read in first), default=-1)
-        fusible = {other for read in reads[key] for other in (read, *readers.get(read, ())) if other in first}
-        beside = [other for other in fusible if size_written(other) == size]
+        beside = {
+            other: size(read)
+            for read in sorted(reads[key], key=size)
+            for other in (read, *readers.get(read, ()))
+            if other in first and size_written(other) == own
+        }
         first[key] = min((first[other] for other in beside if ready <= first[other]), default=place)
-        for other in beside:
-            is_near = number[key] - number[other] <= FARTHEST
+        for other, shared in beside.items():
+            is_near = shared >= own and number[key] - number[other] <= FARTHEST
             if first[other] < first[key] and is_near and not _is_computed_from(key, other, reads, places):
                 late = reads[other].union([other], *(reads[kernel] for kernel in kernels.get(other, ())))
                 last.update((read, max(last.get(read, 0), first[key])) for read in late)

@@ -131,4 +131,4 @@ def _memories(
     def size_written(node: fx.Node) -> int:
         return nbytes(node) if realised is not None and node in realised and is_pointwise(node) else 0
 
-    return fused_lives(places, operands, may_inline, size_written)
+    return fused_lives(places, operands, may_inline, size_written, nbytes)

@@ -191,7 +191,10 @@ class Predictor:
             is_fused = self._fuses and values[place].is_pointwise and place in realised
             return values[place].nbytes if is_fused else 0
 
-        return fused_lives(places, self._operands.__getitem__, may_inline, size_written)
+        def size(place: int) -> int:
+            return values[place].nbytes
+
+        return fused_lives(places, self._operands.__getitem__, may_inline, size_written, size)
 
     def _segments_in_backward(self, order: Sequence[int]) -> tuple[dict[int, int], dict[int, float]]:
         """By segment, where its backward begins in ``order`` (as far as it reads its values), and its seconds."""
@@ -295,7 +298,7 @@ class Predictor:
             if not (values[order[over]].is_kernel or values[place].is_input or place in stays):
                 free.setdefault((kernels[over], values[place].nbytes), []).append(place)
         for place, (at, over) in ends.items():
-            is_written = kernels[over] > kernels[at] or over == len(order) - 1
+            is_written = kernels[over] > kernels[at] or values[order[over]].is_kernel or over == len(order) - 1
             if order[at] == place and not values[place].is_kernel and is_written:
                 for other in free.get((kernels[at], values[place].nbytes), []):
                     beside = readers.get((kernels[at], other), set())

@@ -66,10 +66,14 @@ def test_pointwise_are_operators_of_single_elements():
     assert not is_pointwise(x)
 
 
-def gated(operands, sizes):
+def gated(operands, sizes, others=8):
     """Lives of values of which ``sizes`` says what is written by a fused kernel; others are kernels of their own."""
     places = {name: place for place, name in enumerate(operands)}
-    return fused_lives(places, operands.__getitem__, lambda name: False, lambda name: sizes.get(name, 0))
+
+    def size(name):
+        return sizes.get(name, others)
+
+    return fused_lives(places, operands.__getitem__, lambda name: False, lambda name: sizes.get(name, 0), size)
 
 
 GATED = {"grad": (), "up": ("grad", "saved"), "product": ("up",), "gate": ("grad", "saved"), "other": ("gate",)}
@@ -156,6 +160,11 @@ def test_what_shares_a_read_waits_for_what_is_not_there_yet():
 )
 def test_what_is_of_a_kernel_of_its_own_waits_for_nothing(sizes, operands):
     assert gated(operands, sizes).last["product"] == 1
+
+
+def test_what_shares_a_small_read_waits_for_nothing():
+    """As values of two layers that read one table."""
+    assert gated(AGAIN, {"product": 8, "gate": 8}, others=4).last["product"] == 1
 
 
 @pytest.mark.parametrize(("between", "waits"), [(FARTHEST - 3, True), (FARTHEST - 2, False)])
