@@ -107,14 +107,16 @@ def is_planned(name: str) -> bool:
 
 
 def variant_of(name: str) -> Variant:
-    """One of ``VARIANTS``, or ``plan-B``: glue plans what is kept for backward, within ``memory_budget=B``.
+    """One of ``VARIANTS``, or ``plan-B`` and ``plan-B-layers``: glue plans what is kept for backward, within
+    ``memory_budget=B``.
 
     Raises:
         ValueError: there is no such variant; the message names the nearest.
     """
     kind, _, budget = name.partition("-")
     if kind == "plan" and budget:
-        return Variant("glue", options=(("memory_budget", budget),))
+        options = (("memory_budget", budget.removesuffix("-layers")),)
+        return Variant("glue", by_layers=budget.endswith("-layers"), options=options)
     if name not in VARIANTS:
         near = difflib.get_close_matches(name, VARIANTS, 1)
         raise ValueError(f"there is no variant '{name}'" + (f"; did you mean '{near[0]}'?" if near else ""))

@@ -16,6 +16,7 @@ from itertools import accumulate, pairwise
 from glue_compiler.fx.fused_reads import FusedLives, fused_lives
 from glue_compiler.ops.device_rates import Rates
 from glue_compiler.passes.plan_memory.choose import Choice
+from glue_compiler.passes.plan_memory.in_place import written_in_place
 from glue_compiler.passes.plan_memory.moves import Times, copying_seconds
 from glue_compiler.passes.plan_memory.step import Step
 
@@ -261,51 +262,8 @@ class Predictor:
             for place, at, over, counts in lives
             if counts or not self._fuses or kernels[over] > kernels[min(at + 1, len(order))]
         }
-        found = self._in_place(order, kernels, ends, memories, stays) if self._fuses else ends
+        found = written_in_place(values, order, ends, memories, stays) if self._fuses else ends
         return {
             place: (min(at, memories.first.get(place, at)), over, self.step.values[place].nbytes)
             for place, (at, over) in found.items()
         }
-
-    def _in_place(
-        self,
-        order: Sequence[int],
-        kernels: Sequence[int],
-        ends: Mapping[int, tuple[int, int]],
-        memories: FusedLives[int],
-        stays: Collection[int],
-    ) -> dict[int, tuple[int, int]]:
-        """What is fused between two kernels writes its results where operands of the same size lay that end there, if
-        nothing else there reads them but what the result is computed from, as Inductor's scheduler has it."""
-        values, found = self.step.values, dict(ends)
-        gaps = {place: kernels[index] for index, place in enumerate(order) if place in memories.reads}
-        readers: dict[tuple[int, int], set[int]] = {}
-        for place, gap in gaps.items():
-            for read in () if values[place].is_kernel or place in memories.inlined else memories.reads[place]:
-                readers.setdefault((gap, read), set()).add(place)
-
-        def computed_from(place: int) -> set[int]:
-            """It, and what stands between the same two kernels."""
-            reached, waiting = {place}, [place]
-            while waiting:
-                more = {read for read in memories.reads[waiting.pop()] if gaps.get(read) == gaps[place]} - reached
-                reached |= more
-                waiting += more
-            return reached
-
-        free: dict[tuple[int, int], list[int]] = {}
-        for place, (_, over) in ends.items():
-            if not (values[order[over]].is_kernel or values[place].is_input or place in stays):
-                free.setdefault((kernels[over], values[place].nbytes), []).append(place)
-        for place, (at, over) in ends.items():
-            is_written = kernels[over] > kernels[at] or values[order[over]].is_kernel or over == len(order) - 1
-            if order[at] == place and not values[place].is_kernel and is_written:
-                for other in free.get((kernels[at], values[place].nbytes), []):
-                    beside = readers.get((kernels[at], other), set())
-                    if ends[other][0] < at and place in beside and beside <= computed_from(place):
-                        free[kernels[at], values[place].nbytes].remove(other)
-                        begins = memories.first.get(place, at)
-                        over = begins if kernels[begins] == kernels[at] else at
-                        found[other] = (ends[other][0], max(ends[other][0], over - 1))
-                        break
-        return found
