@@ -127,7 +127,7 @@ def test_what_lacked_memory_beside_others_is_tried_once_more_alone(lacks_memory,
         return mock.Mock(), ours
 
     monkeypatch.setattr(end_to_end, "_started", start)
-    given = of_arguments(steps=1, fixed=True, limit=60.0, warm=False, compiler="inductor")
+    given = of_arguments(steps=1, warm_up=1, fixed=True, limit=60.0, warm=False, compiler="inductor")
     found = run_all([("qwen3-bf16", variant) for variant in ("glue", "flex", "eager")], given, "caches")
     assert [each.variant for each in found] == ["glue", "flex", "eager"]
     assert started == ["glue", "flex", "eager"] + (["flex", "eager"] if lacks_memory else [])
@@ -141,6 +141,7 @@ def test_a_compile_that_lacked_memory_goes_on_where_it_was():
     trainer.steps.side_effect = [iter([Timed(3.0, 8, 1.0, 1.0)]), torch.OutOfMemoryError("full")]
     assert end_to_end.prepare(trainer, schedule) is None
     trainer.optimizer.zero_grad.assert_called_once()  # gradients are memory too
+    trainer.optimizer.state.clear.assert_called_once()  # a state that is half made is an error in the next step
     trainer.steps.side_effect = [iter([Timed(2.0, 8, 1.0, 1.0)]), iter([])]
     assert end_to_end.prepare(trainer, schedule) == 2.0
     trainer.steps.side_effect = [ValueError("wrong")]
