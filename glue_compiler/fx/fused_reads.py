@@ -67,7 +67,7 @@ def fused_lives(
     places: Mapping[Key, int],
     operands: Callable[[Key], Collection[Key]],
     may_inline: Callable[[Key], bool],
-    size_written: Callable[[Key], int],
+    is_written: Callable[[Key], bool],
     size: Callable[[Key], int],
 ) -> FusedLives[Key]:
     """What reads a tensor in one kernel with an earlier value is written with it: of a gated product both gradients. So
@@ -79,7 +79,7 @@ def fused_lives(
 
     Args:
         places: of what is computed, in order. operands, may_inline: as for :func:`fused_reads`.
-        size_written: of a pointwise value that is written to memory, its bytes, else 0. size: bytes of any memory.
+        is_written: is a value pointwise, and written to memory by a fused kernel? size: bytes of any memory.
     """
     found, inlined = fused_reads(list(places), operands, may_inline)
     reads = dict(zip(places, found, strict=True))
@@ -88,12 +88,13 @@ def fused_lives(
     readers: dict[Key, list[Key]] = {}
     kernels: dict[Key, list[Key]] = {}
     number: dict[Key, int] = {}
+    written: dict[Key, int] = {}
     for key, place in places.items():
         first[key] = place
         if key in inlined:
             continue
         number[key] = len(number)
-        if not (own := size_written(key)):
+        if not (own := size(key) if is_written(key) else 0):
             for read in reads[key]:
                 kernels.setdefault(read, []).append(key)
             continue
@@ -102,7 +103,7 @@ def fused_lives(
             other: size(read)
             for read in sorted(reads[key], key=size)
             for other in (read, *readers.get(read, ()))
-            if other in first and size_written(other) == own
+            if written.get(other) == own
         }
         first[key] = min((first[other] for other in beside if ready <= first[other]), default=place)
         for other, shared in beside.items():
@@ -110,6 +111,7 @@ def fused_lives(
             if first[other] < first[key] and is_near and not _is_computed_from(key, other, reads, places):
                 late = reads[other].union([other], *(reads[kernel] for kernel in kernels.get(other, ())))
                 last.update((read, max(last.get(read, 0), first[key])) for read in late)
+        written[key] = own
         for read in reads[key]:
             readers.setdefault(read, []).append(key)
     return FusedLives(reads, first, last, inlined)

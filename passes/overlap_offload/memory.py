@@ -128,7 +128,7 @@ def _memories(
     def may_inline(node: fx.Node) -> bool:
         return realised is not None and node not in realised and is_pointwise(node)
 
-    def size_written(node: fx.Node) -> int:
-        return nbytes(node) if realised is not None and node in realised and is_pointwise(node) else 0
+    def is_written(node: fx.Node) -> bool:
+        return realised is not None and node in realised and is_pointwise(node)
 
-    return fused_lives(places, operands, may_inline, size_written, nbytes)
+    return fused_lives(places, operands, may_inline, is_written, nbytes)

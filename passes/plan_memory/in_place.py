@@ -7,7 +7,6 @@ it that is left but for what the result is computed from.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from itertools import accumulate
 
 from glue_compiler.fx.fused_reads import FusedLives
 from glue_compiler.passes.plan_memory.step import Value
@@ -16,6 +15,7 @@ from glue_compiler.passes.plan_memory.step import Value
 def written_in_place(
     values: Sequence[Value],
     order: Sequence[int],
+    kernels: Sequence[int],
     ends: Mapping[int, tuple[int, int]],
     memories: FusedLives[int],
     stays: Collection[int],
@@ -23,10 +23,9 @@ def written_in_place(
     """``ends`` with operands that end earlier, because a result is written over them.
 
     Args:
-        order: places of what is computed, in order. ends: of each that is in memory, its first and last index in
-            ``order``. stays: what nothing is written over.
+        order: places of what is computed, in order. kernels: of ``order``, as ``Step.kernels_before`` has it.
+        ends: of each that is in memory, its first and last index in ``order``. stays: what nothing is written over.
     """
-    kernels = [0, *accumulate(values[place].is_kernel for place in order)]
     gaps = {place: kernels[index] for index, place in enumerate(order) if place in memories.reads}
     readers: dict[tuple[int, int], set[int]] = {}
     for place, gap in gaps.items():

@@ -188,14 +188,13 @@ class Predictor:
             stays = place in realised or place in choice.saved
             return self._fuses and values[place].is_pointwise and not stays
 
-        def size_written(place: int) -> int:
-            is_fused = self._fuses and values[place].is_pointwise and place in realised
-            return values[place].nbytes if is_fused else 0
+        def is_written(place: int) -> bool:
+            return self._fuses and values[place].is_pointwise and place in realised
 
         def size(place: int) -> int:
             return values[place].nbytes
 
-        return fused_lives(places, self._operands.__getitem__, may_inline, size_written, size)
+        return fused_lives(places, self._operands.__getitem__, may_inline, is_written, size)
 
     def _segments_in_backward(self, order: Sequence[int]) -> tuple[dict[int, int], dict[int, float]]:
         """By segment, where its backward begins in ``order`` (as far as it reads its values), and its seconds."""
@@ -255,14 +254,13 @@ class Predictor:
     ) -> Lives:
         """``lives``: the value, its first and last place in ``order``, and whether it counts even if no kernel lies
         between the two; ``stays``: what nothing is written over."""
-        values = self.step.values
-        kernels = [0, *accumulate(values[place].is_kernel for place in order)]
+        kernels = self.step.kernels_before(order)
         ends = {
             place: (at, over)
             for place, at, over, counts in lives
             if counts or not self._fuses or kernels[over] > kernels[min(at + 1, len(order))]
         }
-        found = written_in_place(values, order, ends, memories, stays) if self._fuses else ends
+        found = written_in_place(self.step.values, order, kernels, ends, memories, stays) if self._fuses else ends
         return {
             place: (min(at, memories.first.get(place, at)), over, self.step.values[place].nbytes)
             for place, (at, over) in found.items()

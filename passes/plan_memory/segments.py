@@ -70,7 +70,7 @@ def _narrow_places(step: Step) -> list[int]:
             changes[index + 1] += value.nbytes
             changes[min(last_read[place] + 1, len(order))] -= value.nbytes
     alive = list(accumulate(changes))  # at index i: what was computed before it and is read from it on
-    kernels = [0, *accumulate(step.values[place].is_kernel for place in step.forward)]  # in front of index i
+    kernels = step.kernels_before(step.forward)  # in front of index i
     # The embedding and the loss are narrower than any layer: the middle of the forward counts.
     # In front of an element only what it is an element of lies in memory, which counts with its elements.
     computed = [index for place, index in order.items() if not (step.values[place].is_input or step.is_element(place))]

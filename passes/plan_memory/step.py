@@ -6,6 +6,7 @@ import functools
 import operator
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import fx
@@ -95,6 +96,10 @@ class Step:
                 found.add(place)
         found.update(self.values[place].root for place in (*self.outputs, *self.gradients))
         return frozenset(found)
+
+    def kernels_before(self, order: Sequence[int]) -> list[int]:
+        """How many kernels stand in front of each index of ``order``, its end included."""
+        return [0, *accumulate(self.values[place].is_kernel for place in order)]
 
     def is_element(self, place: int) -> bool:
         """Is it one of what a kernel returns as a tuple, or of a list in there? Its bytes are counted with it."""

@@ -73,7 +73,7 @@ def gated(operands, sizes, others=8):
     def size(name):
         return sizes.get(name, others)
 
-    return fused_lives(places, operands.__getitem__, lambda name: False, lambda name: sizes.get(name, 0), size)
+    return fused_lives(places, operands.__getitem__, lambda name: False, sizes.__contains__, size)
 
 
 GATED = {"grad": (), "up": ("grad", "saved"), "product": ("up",), "gate": ("grad", "saved"), "other": ("gate",)}

@@ -376,58 +376,6 @@ def test_what_a_kernel_takes_for_itself_counts_while_it_runs():
     assert found.seconds == light.seconds
 
 
-@pytest.mark.parametrize("is_pointwise", [False, True])
-def test_nothing_is_written_over_what_stays(is_pointwise):
-    """A product that backward needs, and what a fused kernel makes of it for the caller."""
-    values = (
-        Value((), 0, 0, 0.0, is_input=True),
-        Value((0,), 1, 4 * MIB, 1.0, is_kernel=True),
-        Value((1,), 2, 4 * MIB, 1.0, is_pointwise=is_pointwise),
-        Value((), 3, 0, 0.0, is_input=True, is_backward=True),
-        Value((1, 3), 4, 4 * MIB, 1.0, is_pointwise=is_pointwise, is_backward=True),
-    )
-    step = Step(values, (0, 1, 2), (2,), (4,), 0, {})
-    found = Predictor(step, {1: 0, 2: 0}, RATES).predict(Choice(frozenset({1}), frozenset()))
-    assert found.peak == 8 * MIB
-
-
-@pytest.mark.parametrize(("read", "widths"), [((1, 2), 2), ((1,), 3)], ids=["computed from it", "beside it"])
-def test_nothing_is_written_over_what_another_value_of_the_same_kernel_reads(read, widths):
-    """Of a product two values for two products, the second one perhaps of the first."""
-    values = (
-        Value((), 0, 0, 0.0, is_input=True),
-        Value((0,), 1, MIB, 1.0, is_kernel=True),
-        Value((1,), 2, MIB, 1.0, is_pointwise=True),
-        Value(read, 3, MIB, 1.0, is_pointwise=True),
-        Value((2,), 4, 0, 1.0, is_kernel=True),
-        Value((3,), 5, 0, 1.0, is_kernel=True),
-        Value((4, 5), 6, 8, 1.0),
-        Value((), 7, 0, 0.0, is_input=True, is_backward=True),
-        Value((6, 7), 8, 0, 0.0, is_backward=True),
-    )
-    step = Step(values, tuple(range(7)), (6,), (8,), 0, {})
-    predictor = Predictor(step, dict.fromkeys(range(1, 7), 0), RATES)
-    assert predictor.predict(Choice(frozenset({6}), frozenset())).peak == widths * MIB
-
-
-def test_nothing_is_written_over_what_the_same_kernel_writes():
-    """Two products that are saved, a value of the first one, which a kernel reads, and behind that one of both."""
-    values = (
-        Value((), 0, 0, 0.0, is_input=True),
-        Value((0,), 1, MIB, 1.0, is_kernel=True),
-        Value((1,), 2, MIB, 1.0, is_pointwise=True),
-        Value((2,), 3, 0, 1.0, is_kernel=True),
-        Value((0,), 4, MIB, 1.0, is_kernel=True),
-        Value((1, 4), 5, MIB, 1.0, is_pointwise=True),
-        Value((3, 5), 6, 0, 1.0, is_kernel=True),
-        Value((), 7, 0, 0.0, is_input=True, is_backward=True),
-        Value((1, 4, 7), 8, 0, 0.0, is_backward=True),
-    )
-    step = Step(values, tuple(range(7)), (6,), (8,), 0, {})
-    predictor = Predictor(step, dict.fromkeys(range(1, 7), 0), RATES)
-    assert predictor.predict(Choice(frozenset({1, 4}), frozenset())).peak == 4 * MIB
-
-
 class Clock:
     """Of each look at it, a second passes."""
 
