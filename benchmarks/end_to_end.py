@@ -66,6 +66,7 @@ from benchmarks.end_to_end_rows import ROWS, Size
 from benchmarks.end_to_end_table import COLUMNS, cell
 from benchmarks.end_to_end_variants import VARIANTS, is_planned, variant_of
 from benchmarks.planned import planned
+from benchmarks.step_kernels import StepKernels, lines_of, profiled
 
 DEFAULT_ROWS = ("qwen3-bf16", "qwen3-autocast")
 PACKAGES = (
@@ -132,6 +133,7 @@ class Schedule:
     timed: int = 10
     kinds: tuple[bool, ...] = (False, True)
     """Whether totals vary, of the kinds of batches in their order."""
+    profiled: int = 0  # behind the timed ones
 
 
 def measure(connection: Connection, schedule: Schedule, caches: str, *which: Any) -> None:
@@ -174,6 +176,7 @@ def measure(connection: Connection, schedule: Schedule, caches: str, *which: Any
                 "peak_gib": peak,
                 "messages": [str(each.message) for each in of_glue],
                 **planned(dump),
+                **({"kernels": kernels} if (kernels := _kernels(trainer, schedule.profiled)) else {}),
             }
         )
     except Exception as error:
@@ -181,6 +184,12 @@ def measure(connection: Connection, schedule: Schedule, caches: str, *which: Any
         connection.send(
             {"failed": failed, "trace": traceback.format_exc()[-1500:], "lacks_memory": lacks_memory(error)}
         )
+
+
+def _kernels(trainer: Trainer, steps: int) -> StepKernels | None:
+    if trainer.device != "cuda" or not steps:
+        return None
+    return profiled(lambda: list(trainer.steps(steps, False)), steps)
 
 
 def prepare(trainer: Trainer, schedule: Schedule) -> float | None:
@@ -244,6 +253,7 @@ class Running:
     pipe: Connection
     is_ready: bool = False
     result: dict[str, Any] | None = None
+    kernels: StepKernels | None = None
 
     @property
     def name(self) -> str:
@@ -262,7 +272,8 @@ def run_all(cases: list[tuple[str, str]], arguments: argparse.Namespace, caches:
     What has failed for want of memory while others held theirs is started once more then, by itself.
     """
     kinds = (False,) if arguments.fixed else (False, True)
-    schedule = Schedule(warm_up=arguments.warm_up, timed=arguments.steps, kinds=kinds)
+    profiled_steps = 2 if arguments.kernels else 0
+    schedule = Schedule(warm_up=arguments.warm_up, kinds=kinds, timed=arguments.steps, profiled=profiled_steps)
 
     def started(row: str, variant: str) -> Running:
         which = (row_and_tokens(row)[0], variant, size_of(row, arguments), arguments.device, arguments.compiler)
@@ -299,6 +310,7 @@ def time_all(found: list[Running], limit: float) -> None:
         if each.is_ready:
             each.pipe.send(None)
             each.result = {**(each.result or {}), **each.receive(limit)}
+            each.kernels = each.result.pop("kernels", None)
             _end(each)
             print(json.dumps({"row": each.row, "variant": each.variant, **each.result}), flush=True)
 
@@ -384,6 +396,9 @@ def main() -> None:
     parser.add_argument("--fixed", action="store_true", help="without totals that vary: one compile instead of two")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--warm", action="store_true", help="then a first step of each with its caches filled")
+    parser.add_argument(
+        "--kernels", type=int, default=0, help="so many of a step's kernels, the longest, with their times"
+    )
     parser.add_argument("--steps", type=int, default=10, help="timed, for each of the two kinds of totals")
     parser.add_argument("--warm-up", type=int, default=Schedule.warm_up, help="steps in front of these")
     parser.add_argument("--limit", type=float, default=290, help="seconds for all compiles together")
@@ -415,6 +430,9 @@ def main() -> None:
         for each in found:
             if each.result and "flops_s" in each.result:
                 each.result["of_peak"] = each.result["flops_s"] / peak
+    for each in found:
+        if each.kernels is not None:
+            print(f"\n{each.name}:", *lines_of(each.kernels, arguments.kernels), sep="\n", flush=True)
     print_table(found)
     if arguments.json:
         results = [{"row": each.row, "variant": each.variant, **(each.result or {})} for each in found]

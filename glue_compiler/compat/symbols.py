@@ -199,7 +199,7 @@ def known_number(tensor: torch.Tensor) -> int | float | bool | None:
     from torch.utils._python_dispatch import _disable_current_modes
 
     value = getattr(tensor, "constant", None) if isinstance(tensor, fake_tensor_type()) else tensor
-    if value is None or is_functorch_wrapped(value) or value.device.type != "cpu" or value.numel() != 1:
+    if value is None or is_functorch_wrapped(value) or value.is_meta or value.numel() != 1:
         return None
     with _disable_current_modes():
         number = value.item()

@@ -128,7 +128,7 @@ class _Problem:
         upstream: Tensor | None,
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         with torch.autocast(self._target.device.type, enabled=False):
-            logits = LinearLogits(*self._operands)
+            logits = LinearLogits(*self._operands, needs_grad)
             work = accumulator_dtype(logits.dtype, dtype)
             target, ignored = self._target, self._target == self._ignore_index
             check_targets(target, ignored, logits.width)

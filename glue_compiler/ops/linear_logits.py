@@ -21,15 +21,22 @@ def accumulator_dtype(*dtypes: torch.dtype) -> torch.dtype:
 
 
 class LinearLogits:
-    """``sum_k rows[k] @ weights[k].T + bias``, in one buffer that every chunk of rows writes anew."""
+    """``sum_k rows[k] @ weights[k].T + bias``, in one buffer that every chunk of rows writes anew.
 
-    def __init__(self, rows: Sequence[Tensor], weights: Sequence[Tensor], bias: Tensor | None) -> None:
+    Args:
+        needs_grad: for rows, weights and bias, in that order, whether :class:`OperandGradients` makes their gradient.
+    """
+
+    def __init__(
+        self, rows: Sequence[Tensor], weights: Sequence[Tensor], bias: Tensor | None, needs_grad: Sequence[bool] = ()
+    ) -> None:
         self.rows, self.weights, self.bias = rows, weights, bias
         self.height, self.width = rows[0].shape[0], weights[0].shape[0]
         self.dtype = logits_dtype(rows, bias)
         alignment = _ALIGNMENT.get(rows[0].device.type, 1)
         stride = -(-self.width // alignment) * alignment
-        self.chunks = row_chunks(self.height, stride * self.dtype.itemsize, rows[0].device)
+        sums = _bytes_of_sums(weights, needs_grad[len(rows) :])
+        self.chunks = row_chunks(self.height, stride * self.dtype.itemsize, rows[0].device, sums)
         size = self.chunks[0].stop if self.chunks else 0, stride
         self._buffer = torch.empty(size, dtype=self.dtype, device=rows[0].device)
 
@@ -110,6 +117,13 @@ def logits_dtype(rows: Sequence[Tensor], bias: Tensor | None) -> torch.dtype:
     """The dtype to which products and bias are promoted."""
     dtypes = [tensor.dtype for tensor in (*rows, *(() if bias is None else (bias,)))]
     return functools.reduce(torch.promote_types, dtypes)
+
+
+def _bytes_of_sums(weights: Sequence[Tensor], needs_grad: Sequence[bool]) -> int:
+    """What gradients of weights take while several chunks add them up, beside what they are rounded to."""
+    summed = [weight for weight, needed in zip(weights, needs_grad, strict=False) if needed]
+    wider = [(weight, accumulator_dtype(weight.dtype)) for weight in summed]
+    return sum(weight.numel() * dtype.itemsize for weight, dtype in wider if dtype != weight.dtype)
 
 
 def _plus_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:

@@ -93,7 +93,7 @@ def linear_row_statistics_gradients(
     found = iter(upstream)
     upstreams = [next(found) if wanted else None for wanted in upstream_wants]
     with torch.autocast(rows[0].device.type, enabled=False):
-        logits = LinearLogits(rows, weights, bias)
+        logits = LinearLogits(rows, weights, bias, needs_grad)
         gradients = OperandGradients(logits, needs_grad)
         statistics = RowStatistics(Scores(scale, softcap), target, logsumexp=logsumexp, entropy=entropy)
         for chunk in logits.chunks:

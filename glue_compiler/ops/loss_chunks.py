@@ -21,13 +21,16 @@ class ChunkLimits:
 LIMITS = {"cuda": ChunkLimits(512 * 2**20, 1024, 512), "cpu": ChunkLimits(64 * 2**20, 64, 16)}
 
 
-def row_chunks(rows: int, row_bytes: int, device: torch.device) -> list[slice]:
+def row_chunks(rows: int, row_bytes: int, device: torch.device, sums: int = 0) -> list[slice]:
     """Slices that cut ``rows`` rows of logits, of ``row_bytes`` each, into chunks of nearly one size.
 
-    A chunk has about the target's bytes, and up to twice as many where the target is less than the least rows.
+    A chunk has about the target's bytes, and up to twice as many where the target is less than the least rows; all
+    rows are one where they have no more than ``sums`` bytes, which several chunks would need beside one of them.
     """
     if rows == 0:
         return []
+    if rows * row_bytes <= sums:
+        return [slice(0, rows)]
     limits = LIMITS.get(device.type, LIMITS["cpu"])
     fitting = limits.target_bytes // row_bytes
     most = max(fitting, min(limits.least_rows, 2 * fitting), 1)

@@ -13,6 +13,7 @@ from glue_compiler.ops.composite import composite
 from glue_compiler.ops.dense_attention import dense_attention
 from glue_compiler.ops.document_blocks import BLOCK
 from glue_compiler.ops.mask_blocks import as_four
+from glue_compiler.ops.packed_attention import sinks_of_queries
 
 
 @composite(
@@ -134,7 +135,7 @@ def masked_attention(
             )
         if sinks is not None:
             has_offset = kind == "added" or biases is not None
-            of_queries = (sinks[:, None] if sinks.dim() == 1 else sinks[..., 0]).to(logsumexp.dtype)
+            of_queries = sinks_of_queries(sinks).to(logsumexp.dtype)
             if has_offset and empty_rows == "zeros":  # a column of the softmax, which may be as low as the offset
                 of_queries = of_queries - lists[9].to(logsumexp.dtype)
             elif has_offset:  # taken off a logsumexp that is rounded

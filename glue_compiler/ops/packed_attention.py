@@ -34,7 +34,7 @@ from glue_compiler.ops.document_blocks import (
     is_visible_and_seen,
     visible_range,
 )
-from glue_compiler.ops.varlen_attention import varlen_attention
+from glue_compiler.ops.varlen_attention import varlen_attention, varlen_attention_with_sinks
 
 
 @composite("(Tensor starts) -> Tensor")
@@ -151,7 +151,7 @@ materialized.register_autograd(_as_they_are)
 
 @composite(
     "(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens, SymInt max_seqlen, bool is_causal, int window=-1, "
-    "float? scale=None, Tensor[]? blocks=None, str implementation='flash2') -> Tensor"
+    "float? scale=None, Tensor[]? blocks=None, str implementation='flash2', Tensor? sinks=None) -> Tensor"
 )
 def packed_attention(
     query: Tensor,
@@ -164,6 +164,7 @@ def packed_attention(
     scale: float | None = None,
     blocks: list[Tensor] | None = None,
     implementation: str = "flash2",
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """``scaled_dot_product_attention`` within the documents of a packed batch.
 
@@ -179,11 +180,12 @@ def packed_attention(
             makes a kernel of. None: ``varlen_attention``. Queries that see no key at all get zeros, and so do their
             gradients, as under a boolean mask of ``scaled_dot_product_attention``.
         implementation: of ``varlen_attention``, without ``blocks``.
+        sinks: floating ``[Hq]`` or ``[B, Hq, T, 1]``: a score of one more key for each query, whose value is zero.
 
     Returns:
         ``[B, Hq, T, D]``, strides of a transposed ``[B, T, Hq, D]`` without ``blocks``.
 
-    Gradients of query, key and value; with ``blocks`` they are deterministic.
+    Gradients of query, key, value and sinks; with ``blocks`` they are deterministic.
     """
     query, key, value = in_autocast_dtype(query, key, value)
     batch, heads, length, size = query.shape
@@ -195,16 +197,30 @@ def packed_attention(
         mask: Callable[..., Tensor] = is_visible_and_past if is_causal else is_visible
         if seen:
             mask = is_visible_and_past_and_seen if is_causal else is_visible_and_seen
-        if query.is_cuda:
-            return attention.flex_attention(query, key, value, lists, BLOCK, mask, (*ends, *seen), scale)[0]
-        # Elsewhere torch rounds the scores to the operands' dtype, which its kernel on a GPU does not.
-        dtype = torch.promote_types(query.dtype, torch.float32)
+        # Off a GPU torch rounds the scores to the operands' dtype, which its kernel on one does not.
+        dtype = query.dtype if query.is_cuda else torch.promote_types(query.dtype, torch.float32)
         with torch.autocast(query.device.type, enabled=False):
             q, k, v = query.to(dtype), key.to(dtype), value.to(dtype)
-            return attention.flex_attention(q, k, v, lists, BLOCK, mask, (*ends, *seen), scale)[0].to(query.dtype)
+            out, logsumexp = attention.flex_attention(q, k, v, lists, BLOCK, mask, (*ends, *seen), scale)
+            if sinks is not None:
+                share = torch.sigmoid(logsumexp - sinks_of_queries(sinks).to(logsumexp.dtype))
+                out = out * share.to(out.dtype)[..., None]
+            return out.to(query.dtype)
     flat = (tensor.transpose(1, 2).reshape(batch * length, tensor.shape[1], size) for tensor in (query, key, value))
-    out, _ = varlen_attention(*flat, cu_seqlens, max_seqlen, is_causal, window, scale, implementation)
+    settings = (cu_seqlens, max_seqlen, is_causal, window, scale, implementation)
+    if sinks is None:
+        out, _ = varlen_attention(*flat, *settings)
+    else:
+        of_queries = sinks_of_queries(sinks)
+        if sinks.dim() > 1:
+            of_queries = of_queries.expand(batch, heads, length).transpose(0, 1).reshape(heads, batch * length)
+        out = varlen_attention_with_sinks(*flat, of_queries, *settings)
     return out.view(batch, length, heads, size).transpose(1, 2)
+
+
+def sinks_of_queries(sinks: Tensor) -> Tensor:
+    """``[Hq]`` or ``[B, Hq, T, 1]`` as what broadcasts to ``[B, Hq, T]``."""
+    return sinks[:, None] if sinks.dim() == 1 else sinks[..., 0]
 
 
 @composite("(Tensor query, Tensor key, Tensor value, float? scale=None) -> Tensor")

@@ -1,4 +1,4 @@
-"""``varlen_attention``: attention within the documents of a packed batch, forward and backward."""
+"""``varlen_attention``: attention within the documents of a packed batch, forward and backward, and with sinks."""
 
 from __future__ import annotations
 
@@ -96,6 +96,49 @@ def varlen_attention_backward(
 @varlen_attention_backward.register_fake
 def _(grad, query, key, value, out, logsumexp, cu_seqlens, max_seqlen, is_causal, window, scale, implementation):  # type: ignore[no-untyped-def]
     return tuple(torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (query, key, value))
+
+
+def varlen_attention_with_sinks(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, cu_seqlens: Tensor, *settings: Any
+) -> Tensor:
+    """``varlen_attention``, whose softmax has one more key for each query, with a value of zero.
+
+    Args:
+        sinks: floating ``[Hq, tokens]`` or ``[Hq, 1]``, the score of that key. All others: as for ``varlen_attention``.
+
+    Returns:
+        ``[tokens, Hq, D]``.
+
+    Gradients of query, key, value and sinks.
+    """
+    return _WithSinks.apply(query, key, value, sinks, cu_seqlens, *settings)
+
+
+class _WithSinks(torch.autograd.Function):
+    """The backward of FlashAttention knows of a softmax its logsumexp and the result: with those of the one that has
+    the sinks it gives that one's gradients. Graphs hold what is around the kernels as plain operators."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, *settings: Any) -> Tensor:
+        out, logsumexp = varlen_attention(query, key, value, *settings)
+        of_sinks = sinks.to(logsumexp.dtype)
+        out = (out * torch.sigmoid(logsumexp - of_sinks).t()[..., None]).to(out.dtype)
+        logsumexp = torch.logaddexp(logsumexp, of_sinks)
+        cu_seqlens, *ctx.settings = settings
+        ctx.save_for_backward(query, key, value, out, logsumexp, cu_seqlens, sinks)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        *saved, cu_seqlens, sinks = ctx.saved_tensors
+        out, logsumexp = saved[3:]
+        gradients = varlen_attention_backward(grad, *saved, cu_seqlens, *ctx.settings)
+        of_sinks = None
+        if ctx.needs_input_grad[3]:
+            weights = torch.exp(sinks.to(logsumexp.dtype) - logsumexp)
+            reached = (grad.to(logsumexp.dtype) * out).sum(-1).t()
+            of_sinks = -(weights * reached).sum_to_size(sinks.shape).to(sinks.dtype)
+        return *gradients, of_sinks, *(None,) * 6
 
 
 def _reference(

@@ -28,7 +28,7 @@ from glue_compiler.passes.specialize_attention.metadata_places import MetadataPl
 
 Form = Literal["unmasked", "causal", "packed", "listed"]
 """``unmasked``: sdpa without a mask. ``causal``: sdpa with ``is_causal``. ``packed``: within documents, a
-window, or without padding. ``listed``: over the blocks in which the mask shows a key, by its values."""
+window, without padding, or with sinks. ``listed``: over the blocks in which the mask shows a key, by its values."""
 
 
 @dataclass(frozen=True)
@@ -145,12 +145,15 @@ def _replacement(site: AttentionSite, visibility: Visibility, reader: IndexReade
             f"the mask is {visibility.name}, and which keys a query that sees none of them gets instead depends on the "
             "scores; a boolean mask of scaled_dot_product_attention gives zeros, and would be specialised"
         )
-    if not visibility.documents and not visibility.keys and visibility.window < 0:
+    # sdpa's kernels keep the logsumexp, which sinks need, to themselves.
+    if not visibility.documents and not visibility.keys and visibility.window < 0 and site.sinks is None:
         if site.inside and settings.compiler == "inductor" and not has_sdpa_backward(value_of(site.output)):
             raise UnknownMask(
                 f"the mask is {visibility.name}, but Inductor of this torch fails on sdpa's backward in fp64"
             )
         return Replacement(site, visibility, "causal" if visibility.is_causal else "unmasked")
+    if not site.is_square:
+        raise UnknownMask("it has attention sinks, and not provably as many keys as queries")
     place = metadata_place(site, visibility, reader)
     try:
         call, kernel = _kernel(site, settings, hides_keys=bool(visibility.keys))
@@ -162,7 +165,6 @@ def _replacement(site: AttentionSite, visibility: Visibility, reader: IndexReade
 def _changes(site: AttentionSite) -> list[str]:
     """What happens to the scores beside a scale and a mask."""
     changes = {
-        "it has attention sinks": site.sinks,
         "its scores are capped": site.softcap,
         "numbers are added to its scores": site.bias,
         "its scores are multiplied by a tensor": site.factors,

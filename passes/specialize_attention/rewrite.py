@@ -82,7 +82,15 @@ class _Writer:
                 implementation = "flash4" if replacement.kernel == "flash4" else "flash2"
                 settings = (visibility.is_causal, visibility.window, scale, blocks or None, implementation)
                 result = self.make.call(
-                    graph, _glue.packed_attention.default, query, key, value, cu_seqlens, length, *settings
+                    graph,
+                    _glue.packed_attention.default,
+                    query,
+                    key,
+                    value,
+                    cu_seqlens,
+                    length,
+                    *settings,
+                    **self._sinks(site),
                 )
             elif replacement.form == "causal" and not site.dropout and _has_fixed_heads(query, key):
                 result = self.make.call(graph, _glue.causal_attention.default, query, key, value, site.scale)
@@ -154,6 +162,9 @@ class _Writer:
             return self.make.call(result.graph, _glue.private_copy.default, result)
         return result
 
+    def _sinks(self, site: AttentionSite) -> dict[str, fx.Node]:
+        return {} if site.sinks is None else {"sinks": self.results.get(site.sinks, site.sinks)}
+
     # -- attention under a mask that is read
 
     def _listed(
@@ -168,7 +179,7 @@ class _Writer:
         site, mask = replacement.site, replacement.mask
         assert mask is not None
         settings = (mask.kind, mask.empty_rows, scale, site.softcap)
-        others: dict[str, Any] = {} if site.sinks is None else {"sinks": self.results.get(site.sinks, site.sinks)}
+        others: dict[str, Any] = self._sinks(site)
         if mask.steps:
             scope = self._scope_of(site, mask)
             for kept in self._steps_in_memory(site, scope, mask)[1:]:

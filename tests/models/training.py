@@ -92,6 +92,9 @@ def _random_ids(shape: Iterable[int], seed: int) -> Tensor:
     return torch.randint(3, VOCABULARY, tuple(shape), generator=torch.Generator().manual_seed(seed))
 
 
+TOLERANCE = 1e-10
+
+
 @dataclass
 class Training:
     """A model compiled by glue beside a copy that stays eager; both learn the same.
@@ -106,7 +109,6 @@ class Training:
     compile: Callable[[nn.Module, dict[str, Any]], nn.Module] = lambda model, how: torch.compile(model, **how)
     dynamic: bool | None = None
     around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
-    tolerance: float = 1e-10
     caught: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -131,7 +133,7 @@ class Training:
                 got = actual[name]
                 assert (got is None) == (want is None), name
                 if want is not None and got is not None:
-                    assert (got - want).abs().max() <= self.tolerance * (1e-3 + want.abs().max()), name
+                    assert (got - want).abs().max() <= TOLERANCE * (1e-3 + want.abs().max()), name
             for optimizer in self.optimizers:
                 optimizer.step()
 
@@ -141,7 +143,7 @@ class Training:
         with torch.no_grad(), self.around():
             expected = self.eager.eval()(**batch)
         self.compiled.train(), self.eager.train()
-        torch.testing.assert_close(actual.logits, expected.logits, rtol=self.tolerance, atol=self.tolerance)
+        torch.testing.assert_close(actual.logits, expected.logits, rtol=TOLERANCE, atol=TOLERANCE)
 
     def _step(self, model: nn.Module, call: nn.Module, batch: Batch) -> dict[str, Tensor | None]:
         for parameter in model.parameters():

@@ -34,3 +34,9 @@ def test_chunks_are_of_nearly_one_size():
 
 def test_a_wide_row_still_gets_rows_enough_for_a_product():
     assert row_chunks(8192, 4 * 262_144, CUDA)[0] == slice(0, 1024)
+
+
+def test_rows_are_one_chunk_where_several_would_need_more_for_their_sums():
+    row_bytes = 2 * 201_088
+    assert row_chunks(2048, row_bytes, CUDA, sums=2048 * row_bytes) == [slice(0, 2048)]
+    assert len(row_chunks(2048, row_bytes, CUDA, sums=2048 * row_bytes - 1)) == 2

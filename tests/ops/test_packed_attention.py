@@ -96,6 +96,60 @@ def test_flex_attention_over_the_blocks_gives_the_same(is_causal, window):
     )
 
 
+def with_a_column(mask: Tensor):
+    """Softmax over the scores and one more of each query, ``sinks``, whose value is zero."""
+
+    def call(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> Tensor:
+        key, value = (each.repeat_interleave(query.shape[1] // key.shape[1], 1) for each in (key, value))
+        scores = (query @ key.mT / query.shape[-1] ** 0.5).masked_fill(~mask, float("-inf"))
+        column = (sinks[:, None, None] if sinks.dim() == 1 else sinks).expand(*scores.shape[:3], 1)
+        return torch.cat([scores, column], -1).softmax(-1)[..., :-1] @ value
+
+    return call
+
+
+SINKS = {
+    "of heads": lambda: torch.tensor([0.5, -1.0, 3.0, 40.0]),
+    "of queries": lambda: torch.randn(2, 4, 300, 1),
+    "none": lambda: torch.full((4,), float("-inf")),
+    "of one head for all rows": lambda: torch.randn(1, 4, 1, 1),
+}
+
+
+@pytest.mark.parametrize("kernel", ["varlen", "flex"])
+@pytest.mark.parametrize(("is_causal", "window"), MASKS)
+@pytest.mark.parametrize("kind", SINKS)
+def test_sinks_are_one_more_column_of_the_softmax(kind, is_causal, window, kernel):
+    starts = documents()
+    cu_seqlens = document_offsets(starts)
+    blocks = document_blocks(cu_seqlens, 2, 300, is_causal, window) if kernel == "flex" else None
+    inputs = [*leaves(300, 2), SINKS[kind]().double().requires_grad_()]
+    found = with_gradients(
+        lambda q, k, v, s: packed_attention(q, k, v, cu_seqlens, 300, is_causal, window, None, blocks, sinks=s), inputs
+    )
+    expected = with_gradients(with_a_column(dense_mask(starts, is_causal, window)), inputs)
+    tolerance = 1e-10 if kernel == "varlen" else 1e-6  # torch's logsumexp of fp64 has gradients of fp32
+    for got, want in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+
+
+def test_sinks_without_a_gradient_get_none():
+    cu_seqlens, sinks = document_offsets(documents()), torch.randn(4, dtype=torch.float64)
+    inputs = leaves(300, 2)
+    with_gradients(lambda q, k, v: packed_attention(q, k, v, cu_seqlens, 300, True, sinks=sinks), inputs)
+    assert sinks.grad is None
+
+
+def test_the_gradient_of_sinks_alone():
+    cu_seqlens = document_offsets(documents())
+    inputs = [each.detach() for each in leaves(300, 2)]
+    sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    (found,) = with_gradients(lambda s: packed_attention(*inputs, cu_seqlens, 300, True, sinks=s), [sinks])[1:]
+    mask = dense_mask(documents(), True, -1)
+    (expected,) = with_gradients(lambda s: with_a_column(mask)(*inputs, s), [sinks])[1:]
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize(("is_causal", "window"), MASKS)
 @pytest.mark.parametrize("hidden", [slice(0, 200), slice(150, 300), slice(3, 290, 2), slice(0, 300)])
 def test_hidden_keys_are_seen_by_no_query(hidden, is_causal, window):

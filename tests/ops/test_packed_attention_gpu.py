@@ -53,16 +53,18 @@ def with_gradients(call, inputs: list[Tensor]) -> list[Tensor]:
 
 
 def packed(kernel: str, is_causal: bool, window: int):
-    """A step over (starts, query, key, value), compiled by Inductor."""
+    """A step over (starts, query, key, value), and sinks, compiled by Inductor."""
 
-    def call(starts: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def call(starts: Tensor, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
         batch, _, length, _ = query.shape
         if kernel.startswith("flash"):
             cu_seqlens = glue.exact_document_offsets(starts)
-            return glue.packed_attention(query, key, value, cu_seqlens, length, is_causal, window, None, None, kernel)
+            settings = (cu_seqlens, length, is_causal, window, None, None, kernel)
+            return glue.packed_attention(query, key, value, *settings, sinks=sinks)
         cu_seqlens = glue.document_offsets(starts)
         blocks = glue.document_blocks(cu_seqlens, batch, length, is_causal, window)
-        return glue.packed_attention(query, key, value, cu_seqlens, length, is_causal, window, None, blocks)
+        settings = (cu_seqlens, length, is_causal, window, None, blocks)
+        return glue.packed_attention(query, key, value, *settings, sinks=sinks)
 
     return torch.compile(call, fullgraph=True)
 
@@ -84,6 +86,35 @@ def test_no_further_from_fp64_than_the_dense_mask(kernel, is_causal, window, len
     for ours, theirs, truth in zip(got, with_gradients(dense, inputs), exact, strict=True):
         error, allowed = ((each.double() - truth).norm() / truth.norm() for each in (ours, theirs))
         assert error <= 1.5 * allowed + 1e-3, f"{error} against {allowed}"
+
+
+def with_a_column(mask: Tensor):
+    def call(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> Tensor:
+        key, value = (each.repeat_interleave(query.shape[1] // key.shape[1], 1) for each in (key, value))
+        scores = (query @ key.mT / query.shape[-1] ** 0.5).masked_fill(~mask, torch.finfo(query.dtype).min)
+        column = sinks[:, None, None].expand(*scores.shape[:3], 1)
+        return torch.cat([scores, column], -1).softmax(-1)[..., :-1] @ value
+
+    return call
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("is_causal", "window"), MASKS)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_sinks_are_no_further_from_fp64_than_a_column(kernel, is_causal, window, dtype):
+    """Sinks in fp32 are those of weights in fp32 under autocast."""
+    starts = documents(1024, 2)
+    sinks = torch.tensor([0.5, -1.0, 3.0, 8.0], dtype=dtype, device="cuda", requires_grad=True)
+    inputs = [*leaves(1024, 2, 64), sinks]
+    call = packed(kernel, is_causal, window)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        got = with_gradients(lambda *tensors: call(starts, *tensors), inputs)
+    dense = with_a_column(dense_mask(starts, is_causal, window))
+    exact = with_gradients(dense, [each.detach().double().requires_grad_() for each in inputs])
+    rounded = with_gradients(dense, [each.detach().bfloat16().requires_grad_() for each in inputs])
+    for ours, theirs, truth in zip(got, rounded, exact, strict=True):
+        error, allowed = ((each.double() - truth).norm() / truth.norm() for each in (ours, theirs))
+        assert error <= 1.5 * allowed + 2e-3, f"{error} against {allowed}"
 
 
 def test_flex_needs_no_host_synchronisation_and_no_recompile_and_is_deterministic():

@@ -172,7 +172,7 @@ GATES = {
     "no gradient of the scores": (gated(lambda s, sinks: lse(s.detach(), sinks)), USED),
     "a detached gate": (gated(gate=lambda logit: logit.sigmoid().unsqueeze(-1).detach()), USED),
     "rounded": (gated(gate=lambda logit: logit.float().sigmoid().unsqueeze(-1)), "several dtypes"),
-    "without a mask": (gated(mask=lambda s, m: s), "it has attention sinks"),
+    "without a mask": (gated(mask=lambda s, m: s), {"packed": 1}),
 }
 
 
@@ -186,12 +186,18 @@ def test_results_multiplied_by_what_sinks_leave(name, share):
 
 
 def test_a_gate_says_one_reason_and_not_another_for_its_product():
-    run = specialized(gated(mask=lambda s, m: s))
+    run = specialized(gated(mask=lambda s, m: s.tanh()))
     run.call(*inputs(2), torch.zeros(2, dtype=torch.float64, requires_grad=True), some_keys())
     (reason,) = run.skip_reasons
-    assert "it has attention sinks" in reason
+    assert "its scores are capped" in reason
 
 
-def test_a_gate_under_a_mask_that_is_proved():
+def test_a_gate_under_a_causal_mask_that_is_an_input_and_one_that_is_proved():
     sinks = torch.tensor([0.5, -1.0], dtype=torch.float64, requires_grad=True)
-    assert_as_eager(lambda *tensors: gated()(*tensors, CAUSAL), LISTED, (), [*inputs(2), sinks])
+    assert_as_eager(lambda *tensors: gated()(*tensors, TOKEN[:, None] >= TOKEN), LISTED, (), [*inputs(2), sinks])
+
+    def made_in_the_graph(*tensors):
+        token = torch.arange(len(TOKEN))
+        return gated()(*tensors, token[:, None] >= token)
+
+    assert_as_eager(made_in_the_graph, {"packed": 1}, (), [*inputs(2), sinks])

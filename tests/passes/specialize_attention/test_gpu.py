@@ -54,6 +54,37 @@ def test_documents_and_windows(length, window, probability, compiler):
         assert (got.double() - want).norm() / want.norm() <= 2 * allowed + 1e-3
 
 
+@pytest.mark.parametrize("window", [4096, 100])
+def test_a_mask_of_numbers_beside_sinks_is_proved(window):
+    """The number is a tensor on the device, as transformers makes it for attention that it writes out."""
+
+    def written(query, key, value, sinks, starts):
+        shown = documents(starts, window)
+        zero = torch.tensor(0.0, device=query.device, dtype=query.dtype)
+        scores = query @ key.mT * 0.125 + torch.where(shown, zero, torch.finfo(query.dtype).min)
+        column = sinks.reshape(1, -1, 1, 1).expand(2, -1, 1024, -1)
+        return F.softmax(torch.cat([scores, column], -1), -1)[..., :-1] @ value
+
+    torch.manual_seed(0)
+    tensors = [torch.randn(2, 4, 1024, 64, dtype=torch.bfloat16, device="cuda") for _ in range(3)]
+    tensors.append(torch.tensor([0.5, -1.0, 3.0, 8.0], dtype=torch.bfloat16, device="cuda"))
+    starts = torch.rand(2, 1024, device="cuda") < 0.01
+
+    def with_gradients(fn, dtype):
+        inputs = [each.to(dtype).requires_grad_() for each in tensors]
+        out = fn(*inputs, starts)
+        torch.manual_seed(1)
+        return [out, *torch.autograd.grad(out, inputs, torch.randn(out.shape, device="cuda").to(out.dtype))]
+
+    run = specialized(written, eager=False, compiler="inductor")
+    actual = with_gradients(run.call, torch.bfloat16)
+    assert counts(run) == {"packed": 1}
+    exact, rounded = with_gradients(written, torch.float64), with_gradients(written, torch.bfloat16)
+    for got, want, other in zip(actual, exact, rounded, strict=True):
+        allowed = (other.double() - want).norm() / want.norm()
+        assert (got.double() - want).norm() / want.norm() <= 1.5 * allowed + 2e-3
+
+
 def test_lengths_that_change_do_not_recompile_or_sync():
     starts = torch.rand(1, 512, device="cuda") < 0.01
     tensors = [torch.randn(1, 2, 512, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True) for _ in range(3)]
