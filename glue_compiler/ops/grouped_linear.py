@@ -157,6 +157,9 @@ def _check_outer(left: Tensor, right: Tensor, offsets: Tensor) -> None:
 
 def _linear_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, weight, offsets, _, ctx.transposed, ctx.packages = inputs
+    # In the weight's own layout: what is kept as a parameter's gradient is copied if it has another.
+    strides = weight.stride()[1:]
+    ctx.is_turned = all(isinstance(stride, int) for stride in strides) and strides[0] == 1 != strides[1]
     needs_x, needs_weight = ctx.needs_input_grad[:2]
     ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None, offsets)
 
@@ -170,8 +173,9 @@ def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if needs_x:
         grad_x = grouped_linear(grad, weight, offsets, None, not ctx.transposed, ctx.packages)
     if needs_weight:
-        left, right = (x, grad) if ctx.transposed else (grad, x)
+        left, right = (x, grad) if ctx.transposed != ctx.is_turned else (grad, x)
         grad_weight = grouped_outer(left, right, offsets, ctx.packages)
+        grad_weight = grad_weight.transpose(1, 2) if ctx.is_turned else grad_weight
     if needs_bias:
         grad_bias = grouped_sum(grad, offsets)
     return grad_x, grad_weight, None, grad_bias, None, None

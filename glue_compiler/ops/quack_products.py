@@ -32,6 +32,7 @@ a plan, in which nothing depends on sizes; ``run_gemm_plan`` launches it again. 
 every number of rows."""
 
 CAPABILITY = (9, 0)
+_DTYPES = (torch.bfloat16, torch.float16)
 _ALIGNMENT = 16  # bytes, for addresses and strides: what the tensor memory accelerator reads
 _ROWS_PER_EXPERT = 128
 """On average, from which on the kernels are taken: fewer leave tiles empty, and were not measured."""
@@ -77,6 +78,27 @@ def _device_serves(tensor: Tensor) -> bool:
     return tensor.is_cuda and _device_has_kernel(tensor.device.index) and runs_triton(tensor)
 
 
+def pays(x: Tensor, weight: Tensor) -> bool:
+    """Does the package compute ``x @ weight[e]``, and its gradients, faster than torch? By what is known of fakes.
+
+    Args:
+        x: ``[rows, K]``; more rows than are needed, if their number is not known.
+        weight: ``[E, K, N]``.
+    """
+    experts, *widths = weight.shape
+    rows = x.shape[0]
+    return (
+        x.is_cuda
+        and _device_has_kernel(x.device.index)
+        and x.dtype == weight.dtype
+        and x.dtype in _DTYPES
+        and all(isinstance(width, int) and width >= _NARROWEST for width in widths)
+        and all(width * x.element_size() % _ALIGNMENT == 0 for width in widths)
+        and (not isinstance(rows, int) or rows >= _ROWS_PER_EXPERT * experts)
+        and unusable() is None
+    )
+
+
 def serves_linear(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, transposed: bool) -> bool:
     """True when the package computes ``grouped_linear`` of these tensors, and by measurement faster than others."""
     width = weight.shape[2 if transposed else 1]
@@ -109,7 +131,7 @@ def serves_outer(left: Tensor, right: Tensor, offsets: Tensor) -> bool:
 
 def _has_enough_rows(rows: Tensor, offsets: Tensor) -> bool:
     experts = offsets.shape[0]
-    return rows.dtype in (torch.bfloat16, torch.float16) and experts > 0 and rows.shape[0] >= _ROWS_PER_EXPERT * experts
+    return rows.dtype in _DTYPES and experts > 0 and rows.shape[0] >= _ROWS_PER_EXPERT * experts
 
 
 def _rows_fit(matrix: Tensor) -> bool:

@@ -21,13 +21,15 @@ from glue_compiler.fx.values import unbacked_in, value_of
 from glue_compiler.graph_pass import GraphPass, Numerics, PassContext, PassResult
 from glue_compiler.passes.group_experts.decisions import Decisions
 from glue_compiler.passes.group_experts.fallback_products import fallback_products, replace_fallback
+from glue_compiler.passes.group_experts.torch_products import replace_torch_product, torch_products
 
 
 class GroupExperts(GraphPass):
     """Compute all experts of a loop at once: no ``nonzero`` or piece for each expert, and no host sync.
 
     Counts: ``loops_grouped``, ``experts_grouped`` (over all loops), ``loops_sliced`` (not grouped, but one sort finds
-    the rows of all experts), ``fallbacks_replaced`` (transformers' operator for grouped products without a kernel).
+    the rows of all experts), ``fallbacks_replaced`` (transformers' operator for grouped products without a kernel),
+    ``products_replaced`` (torch's operator, where another package has the faster kernel).
     """
 
     name: ClassVar[str] = "group_experts"
@@ -48,6 +50,10 @@ class GroupExperts(GraphPass):
                 if context.fuel.take(f"replace {node.name}"):
                     replace_fallback(module, node, context.effects)
                     counts["fallbacks_replaced"] += 1
+            for node, operands in torch_products(module, context.effects) if context.options.kernels == "all" else ():
+                if context.fuel.take(f"replace {node.name}"):
+                    replace_torch_product(module, node, operands, context.effects)
+                    counts["products_replaced"] += 1
         counts = +counts  # without zeros
         if context.options.kernels == "torch" and (any(changed) or counts):
             _without_packages(modules)

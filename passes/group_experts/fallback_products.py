@@ -24,10 +24,17 @@ def fallback_products(gm: fx.GraphModule) -> list[fx.Node]:
 
 def replace_fallback(gm: fx.GraphModule, node: fx.Node, analysis: EffectAnalysis) -> None:
     """Write ``glue::grouped_linear`` in place of ``node``."""
-    x, weight, offsets = _operands(node)
+    write_grouped_linear(gm, node, _operands(node), analysis)
+
+
+def write_grouped_linear(
+    gm: fx.GraphModule, node: fx.Node, operands: tuple[fx.Node, fx.Node, fx.Node], analysis: EffectAnalysis
+) -> None:
+    """In place of ``node``, the product of ``operands``: x ``[rows, K]``, weight ``[E, K, N]``, offsets ``[E]``."""
+    x, weight, offsets = operands
     device = value_of(x).device.type
     with gm.graph.inserting_before(node):
-        # The operator is none of those that autocast casts for; grouped_linear, which stands for F.linear, is.
+        # Autocast casts nothing for what is replaced; for grouped_linear, which stands for F.linear, it does.
         region = gm.graph.call_function(ENTER_AUTOCAST, (device, None, False, None))
         emit = Emitter(gm, (node,), analysis, autocast=(region,))
         narrow = emit.method("to", offsets, torch.int32)
