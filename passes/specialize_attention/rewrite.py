@@ -163,7 +163,13 @@ class _Writer:
         return result
 
     def _sinks(self, site: AttentionSite) -> dict[str, fx.Node]:
-        return {} if site.sinks is None else {"sinks": self.results.get(site.sinks, site.sinks)}
+        """A copy, if there is a backward: a column of scores was not saved for it, and a caller may write them."""
+        if site.sinks is None:
+            return {}
+        sinks = self.results.get(site.sinks, site.sinks)
+        if requires_grad(value_of(site.output)):
+            sinks = self.make.call(site.scope.module.graph, _glue.private_copy.default, sinks)
+        return {"sinks": sinks}
 
     # -- attention under a mask that is read
 

@@ -171,6 +171,8 @@ def _written_out(draw: Draw, masks: Masks, query: str, key: str, value: str) -> 
         rank = 3
         scores = draw.let("scores", _regrouped(draw, scores, "B * HEADS, T, S"), "float", rank)
     softmax = spellings.softmax(draw, scores, rank)
+    if rank == 4 and draw.chance(0.2):
+        softmax = _with_a_column(draw, masks, scores)
     weights = draw.let("weights", softmax, "float", rank, plain=f"F.softmax({scores}, dim=-1)")
     if draw.chance(0.3):
         weights = draw.let("weights", spellings.no_dropout(draw, weights), "float", rank)
@@ -222,8 +224,7 @@ def _filled(draw: Draw, masks: Masks, weights: str, visible: str) -> str:
     )
 
 
-def _gated(draw: Draw, masks: Masks, out: str, scores: str) -> str:
-    """Times what attention sinks leave of the weights, as granite_swa has them."""
+def _sinks(draw: Draw, masks: Masks) -> str:
     grad = ".requires_grad_()" if draw.chance(0.9) else ""
     drawn = draw.mostly(
         f"torch.randn(HEADS, dtype=FLOAT, generator=g{draw.at}){grad}",
@@ -231,7 +232,31 @@ def _gated(draw: Draw, masks: Masks, out: str, scores: str) -> str:
         f"torch.full((HEADS,), -1e30, dtype=FLOAT{draw.at}){grad}",
         share=0.7,
     )
-    sinks = masks.input("sinks", drawn, "float", 1, is_leaf=True)
+    return masks.input("sinks", drawn, "float", 1, is_leaf=True)
+
+
+def _with_a_column(draw: Draw, masks: Masks, scores: str) -> str:
+    """Softmax over the scores and attention sinks, as gpt_oss has them; rarely another column is left out."""
+    sinks = _sinks(draw, masks)
+    column = draw.mostly(
+        f"{sinks}.reshape(1, -1, 1, 1).expand(B, -1, T, -1)",
+        f"{sinks}[None, :, None, None].expand(B, HEADS, T, 1)",
+        f"{sinks}.view(1, -1, 1, 1) * torch.ones(B, HEADS, T, 1, dtype=FLOAT{draw.at})",
+        f"({sinks}.view(1, -1, 1, 1) + {scores}[..., :1] * 0.5)",
+        f"{sinks}.detach().view(1, -1, 1, 1).expand(B, -1, T, 1)",
+    )
+    joined = draw.mostly(
+        f"torch.cat([{scores}, {column}], dim=-1)",
+        f"torch.cat(({scores}, {column}), 3)",
+        f"torch.cat([{column}, {scores}], dim=-1)",
+    )
+    every = draw.mostly(f"F.softmax({joined}, dim=-1)", f"torch.softmax({joined}, -1, dtype=FLOAT)")
+    return draw.mostly(f"{every}[..., :-1]", f"{every}.narrow(-1, 0, S)", f"{every}[..., 1:]")
+
+
+def _gated(draw: Draw, masks: Masks, out: str, scores: str) -> str:
+    """Times what attention sinks leave of the weights, as granite_swa has them."""
+    sinks = _sinks(draw, masks)
     logit = draw.mostly(
         f"torch.logsumexp({scores}, dim=-1) - {sinks}.view(1, -1, 1)",
         f"torch.sub({scores}.logsumexp(-1), {sinks}[:, None])",

@@ -154,6 +154,28 @@ def test_sinks_under_a_mask_that_is_proved():
     assert_as_eager(lambda *tensors: fn(*tensors, causal()), {"packed": 1}, (), [*inputs(2), sinks])
 
 
+@pytest.mark.parametrize("form", ["packed", "listed"])
+def test_who_calls_may_write_sinks_before_backward(form):
+    """A column of the scores is not saved for it."""
+
+    def fn(query, key, value, sinks, visible):
+        return with_sinks()(query, key, value, sinks, causal() if form == "packed" else visible)
+
+    drawn = [*inputs(2), torch.tensor([0.5, -1.0], dtype=torch.float64)]
+
+    def gradients(call):
+        tensors = [each.detach().clone().requires_grad_() for each in drawn]
+        out = call(*tensors, some_keys())
+        with torch.no_grad():
+            tensors[-1].zero_()
+        return torch.autograd.grad(out.sin().sum(), tensors)
+
+    run = specialized(fn)
+    for got, want in zip(gradients(run.call), gradients(fn), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+    assert counts(run) == {form: 1}
+
+
 def test_sinks_written_before_backward_stay():
     def fn(query, key, value, sinks, visible):
         sinks = sinks * 2
