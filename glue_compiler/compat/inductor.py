@@ -36,6 +36,18 @@ HAND_OFF = Feature(
 )
 """Without it, the rewritten graph goes where torch itself sends one, with what Inductor's config says."""
 
+CACHE_FOLDER = Feature("place for compiled kernels", {"torch._inductor.runtime.cache_dir_utils:cache_dir": Uses(())})
+"""Without it, kernels of other packages are compiled in each process."""
+
+
+def inductor_cache_folder() -> str | None:
+    """Where Inductor keeps what it compiles, ``TORCHINDUCTOR_CACHE_DIR`` or a folder of the user's."""
+    if not CACHE_FOLDER.is_available():
+        return None
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return cache_dir()
+
 
 def inductor_mode_options(mode: str | None) -> Mapping[str, Any]:
     """The Inductor options that ``torch.compile(mode=...)`` stands for. Raises GlueOptionError on an unknown mode."""

@@ -6,12 +6,17 @@ head size, dtype and kind of mask when they are first called, not for lengths.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
+import os
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
 
+from glue_compiler import compat
 from glue_compiler.ops import optional_package
 
 PACKAGE = "flash-attn-4"
@@ -25,12 +30,47 @@ _PARAMETERS = {
     "_flash_attn_bwd": {"q", "k", "v", "out", "dout", "lse", *_COMMON},
 }
 """Functions below the package's autograd, which an operator of ours has no use for, and what they must take."""
+_ON_DISK = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
 
 
 @functools.cache
 def unusable() -> str | None:
     """Why the package cannot be used; None: it can. Imports it, which takes seconds, if it is installed."""
-    return optional_package.why_unusable(PACKAGE, _MODULE, _PARAMETERS)
+    with _kernels_kept_on_disk():
+        return optional_package.why_unusable(PACKAGE, _MODULE, _PARAMETERS)
+
+
+@contextlib.contextmanager
+def _kernels_kept_on_disk() -> Iterator[None]:
+    """Where the package is imported in here, its kernels are found by later processes, as Inductor's are.
+
+    It reads two variables of the environment when it is imported, and keeps nothing by default: ten seconds of each
+    process. Who has set one of them, or has imported it, has decided.
+    """
+    is_decided = _MODULE in sys.modules or any(name in os.environ for name in _ON_DISK)
+    is_installed = optional_package.installed_version(PACKAGE) is not None
+    folder = _folder() if is_installed and not is_decided else None
+    if folder is not None:
+        os.environ.update(zip(_ON_DISK, ("1", folder), strict=True))
+    try:
+        yield
+    finally:
+        if folder is not None:
+            for name in _ON_DISK:
+                os.environ.pop(name, None)
+
+
+def _folder() -> str | None:
+    """For the kernels; None: it cannot be made, and the package would fail on that."""
+    try:
+        around = compat.inductor_cache_folder()
+        if around is None:
+            return None
+        folder = os.path.join(around, "flash_attn4")
+        os.makedirs(folder, exist_ok=True)
+    except OSError:
+        return None
+    return folder if os.access(folder, os.W_OK) else None
 
 
 def forward(
