@@ -8,7 +8,7 @@ from torch import fx
 from glue_compiler.fx.effects import EffectAnalysis
 from glue_compiler.fx.operators import given_leaves
 from glue_compiler.fx.records import Given
-from glue_compiler.fx.values import value_of
+from glue_compiler.fx.values import expression, value_of
 from glue_compiler.ops import quack_products
 from glue_compiler.passes.group_experts.fallback_products import write_grouped_linear
 
@@ -49,7 +49,10 @@ def _operands(gm: fx.GraphModule, node: fx.Node, analysis: EffectAnalysis) -> _O
     if not all(isinstance(each, Given) for each in given):
         return None
     x, weight, offsets = (given_leaves(node)[each.position][0] for each in given)
-    return (x, weight, offsets) if (_rank(x), _rank(weight), _rank(offsets)) == (2, 3, 1) else None
+    if (_rank(x), _rank(weight), _rank(offsets)) != (2, 3, 1):
+        return None
+    # Of rows in columns torch gives the gradient in columns too, which a backward of somebody's own may count on.
+    return (x, weight, offsets) if expression(value_of(x).stride(1)) == 1 else None
 
 
 def _rank(node: fx.Node) -> int | None:

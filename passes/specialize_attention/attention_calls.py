@@ -125,7 +125,7 @@ def _site(
     if any(user < operand for user in readers for operand in (query, key)):
         raise NotAttention("the sizes of its scores are used before those of query and key are known")
     gradients = Gradients(output, operators)
-    if not all(map(gradients.pass_through, inside)):
+    if not all(gradients.pass_through(node) for node in inside if node.users):
         raise NotAttention("gradients are switched off for a part of it")
     if inside and not gradients.are_cut_off and strides_are_seen([query, key, value], operators):
         raise NotAttention("a hook or a backward of your own gets its gradients, and may depend on their strides")

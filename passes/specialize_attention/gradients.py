@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from glue_compiler.fx.operators import FOUND, Operators, Value
-from glue_compiler.fx.values import requires_grad, storages_of, value_of
+from glue_compiler.fx.values import requires_grad, storages_of, tensors_in, value_of
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,8 @@ class Gradients:
         """
         if self.are_cut_off or not any(requires_grad(value_of(arg)) for arg in node.all_input_nodes):
             return True
+        if not any(each.is_floating_point() or each.is_complex() for each in tensors_in(value_of(node))):
+            return True  # sizes, and indices, which nothing gives gradients
         return requires_grad(value_of(node)) and self.are_on(node)
 
     def reach(self, value: Value) -> bool:

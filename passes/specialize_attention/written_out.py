@@ -31,6 +31,8 @@ from glue_compiler.passes.specialize_attention.weights import (
 )
 
 aten = torch.ops.aten
+_MOST_LEFT_OVER = 16
+"""Nodes that nothing needs, behind one of a chain: a limit for the search alone."""
 _CHANGED = "softmax of scores that are changed in another way than by a scale, a soft cap and a mask"
 
 
@@ -392,6 +394,20 @@ def _factors_of(value: Value, operators: Operators) -> list[tuple[Value, Value]]
     return []
 
 
+def _left_over(node: fx.Node, operators: Operators) -> dict[fx.Node, None]:
+    """``node`` and all that is made of it, if nothing needs it, as bodies have it: a view of which a model has read the
+    sizes, the indices of a maximum. Empty: something does, or it is more than is looked at."""
+    found, waiting = {node: None}, [node]
+    while waiting:
+        effects = operators.numbering.effects.get(waiting[-1])
+        if effects is None or effects.kind is not EffectKind.PURE or len(found) > _MOST_LEFT_OVER:
+            return {}
+        further = [user for user in waiting.pop().users if user not in found]
+        found |= dict.fromkeys(further)
+        waiting += further
+    return found
+
+
 def _used_here_alone(links: list[fx.Node], scores: Value, output: fx.Node, operators: Operators) -> tuple[fx.Node, ...]:
     """The nodes of a chain from ``scores`` on, with those that stand for the same values, last first.
 
@@ -406,9 +422,8 @@ def _used_here_alone(links: list[fx.Node], scores: Value, output: fx.Node, opera
         for user in node.users:
             if user is output or user in inside or _reads_sizes_alone(user, node, scores, operators):
                 continue
-            effects = operators.numbering.effects.get(user)
-            if not user.users and effects is not None and effects.kind is EffectKind.PURE:
-                inside[user] = None  # such as a view of which a model has read the sizes
+            if left_over := _left_over(user, operators):
+                inside |= left_over
                 continue
             if not user.op.startswith("call_") or operators.value(user) not in values:
                 raise NotAttention("the attention weights or scores are used elsewhere too")

@@ -250,6 +250,9 @@ def _with_a_column(draw: Draw, masks: Masks, scores: str) -> str:
         f"torch.cat(({scores}, {column}), 3)",
         f"torch.cat([{column}, {scores}], dim=-1)",
     )
+    if draw.chance(0.3):  # as gpt_oss does; the indices of the maximum nothing needs
+        joined = draw.let("joined", joined, "float", 4)
+        joined = f"({joined} - {joined}.max(dim=-1, keepdim=True).values)"
     every = draw.mostly(f"F.softmax({joined}, dim=-1)", f"torch.softmax({joined}, -1, dtype=FLOAT)")
     return draw.mostly(f"{every}[..., :-1]", f"{every}.narrow(-1, 0, S)", f"{every}[..., 1:]")
 

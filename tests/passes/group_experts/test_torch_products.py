@@ -6,8 +6,8 @@ import torch
 from glue_compiler.ops import quack_products
 from tests.passes.group_experts.loops import compiled
 
-OFFSETS = torch.tensor([3, 3, 20], dtype=torch.int32)
-ROWS, DEEP, WIDE = 20, 64, 72
+OFFSETS = torch.tensor([3, 3, 24], dtype=torch.int32)
+ROWS, DEEP, WIDE = 24, 64, 72
 
 
 @pytest.fixture
@@ -69,6 +69,12 @@ def test_where_the_package_does_not_pay_nothing_is_replaced(monkeypatch):
 
 def test_kernels_of_torch_alone(package):
     assert replaced(SPELLINGS["torch"][0], operands(), kernels="torch") == 0
+
+
+def test_rows_that_lie_in_columns_stay(package):
+    x, weight = operands()
+    x = x.detach().t().contiguous().t().requires_grad_()
+    assert replaced(SPELLINGS["torch"][0], [x, weight]) == 0
 
 
 OTHERS = {

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from tests.captured import count
 from tests.passes.specialize_attention.attention import (
@@ -152,6 +153,33 @@ def test_sinks_under_a_mask_that_is_proved():
     fn = with_sinks()
     sinks = torch.tensor([0.5, -1.0], dtype=torch.float64, requires_grad=True)
     assert_as_eager(lambda *tensors: fn(*tensors, causal()), {"packed": 1}, (), [*inputs(2), sinks])
+
+
+def expanded_by_the_scores(query, key, value, sinks):
+    token = torch.arange(query.shape[2])
+    scores = torch.where(token[:, None] >= token, query @ key.mT * 0.25, float("-inf"))
+    scores = torch.cat([scores, sinks.reshape(1, -1, 1, 1).expand(*scores.shape[:-1], 1)], -1)
+    return F.softmax(scores, -1)[..., :-1] @ value
+
+
+def test_indices_of_a_maximum_are_left_in_the_body_of_a_checkpoint():
+    fn = with_sinks(shift=lambda s: s - s.max(-1, keepdim=True).values)
+    sinks = torch.tensor([0.5, -1.0], dtype=torch.float64, requires_grad=True)
+    assert_as_eager(
+        lambda *each: checkpoint(fn, *each, causal(), use_reentrant=False), {"packed": 1}, (), [*inputs(2), sinks]
+    )
+
+
+def test_sizes_of_scores_are_left_in_the_body_of_a_checkpoint_when_lengths_vary():
+    def fn(*tensors):
+        return checkpoint(expanded_by_the_scores, *tensors, use_reentrant=False)
+
+    run = specialized(fn)
+    for length in (8, 12):
+        shapes = [(1, 4, length, 16)] * 3 + [(4,)]
+        tensors = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+        run.call(*tensors)
+    assert [report.passes[0].counts["packed"] for report in run.session.graphs] == [1, 1]
 
 
 @pytest.mark.parametrize("form", ["packed", "listed"])
