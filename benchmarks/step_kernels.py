@@ -70,4 +70,5 @@ def lines_of(step: StepKernels, number: int) -> Iterator[str]:
 
 def _short(name: str) -> str:
     """A C++ kernel without its arguments, at most 90 characters."""
-    return re.sub(r"\s+", " ", name.removeprefix("void ").partition("(")[0] or name)[:90]
+    name = name.removeprefix("void ").replace("(anonymous namespace)::", "")
+    return re.sub(r"\s+", " ", name.partition("(")[0] or name)[:90]

@@ -121,25 +121,22 @@ class _WithSinks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, *settings: Any) -> Tensor:
         out, logsumexp = varlen_attention(query, key, value, *settings)
-        distance = logsumexp - sinks.to(logsumexp.dtype)
-        out = (out * torch.sigmoid(distance).t()[..., None]).to(out.dtype)
-        logsumexp = torch.logaddexp(logsumexp, sinks.to(logsumexp.dtype))
+        scores = sinks.to(logsumexp.dtype)
+        out = (out * torch.sigmoid(logsumexp - scores).t()[..., None]).to(out.dtype)
         cu_seqlens, *ctx.settings = settings
-        ctx.of_sinks = sinks.shape, sinks.dtype
-        # Not the sinks, which eager does not keep either: a caller may write them before backward.
-        weights = torch.sigmoid(-distance) if ctx.needs_input_grad[3] else None
-        ctx.save_for_backward(query, key, value, out, logsumexp, cu_seqlens, weights)
+        ctx.save_for_backward(query, key, value, out, torch.logaddexp(logsumexp, scores), cu_seqlens, sinks)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        *saved, cu_seqlens, weights = ctx.saved_tensors
+        *saved, cu_seqlens, sinks = ctx.saved_tensors
         gradients = varlen_attention_backward(grad, *saved, cu_seqlens, *ctx.settings)
         of_sinks = None
-        if weights is not None:
-            shape, dtype = ctx.of_sinks
-            reached = (grad.to(weights.dtype) * saved[3]).sum(-1).t()
-            of_sinks = -(weights * reached).sum_to_size(shape).to(dtype)
+        if ctx.needs_input_grad[3]:
+            out, logsumexp = saved[3:]
+            weights = torch.exp(sinks.to(logsumexp.dtype) - logsumexp)
+            reached = (grad.to(logsumexp.dtype) * out).sum(-1).t()
+            of_sinks = -(weights * reached).sum_to_size(sinks.shape).to(sinks.dtype)
         return *gradients, of_sinks, *(None,) * 6
 
 

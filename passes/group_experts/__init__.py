@@ -20,8 +20,12 @@ from glue_compiler.fx.value_numbering import number_values
 from glue_compiler.fx.values import unbacked_in, value_of
 from glue_compiler.graph_pass import GraphPass, Numerics, PassContext, PassResult
 from glue_compiler.passes.group_experts.decisions import Decisions
-from glue_compiler.passes.group_experts.fallback_products import fallback_products, replace_fallback
-from glue_compiler.passes.group_experts.torch_products import replace_torch_product, torch_products
+from glue_compiler.passes.group_experts.fallback_products import (
+    fallback_products,
+    replace_fallback,
+    write_grouped_linear,
+)
+from glue_compiler.passes.group_experts.torch_products import torch_products
 
 
 class GroupExperts(GraphPass):
@@ -52,7 +56,7 @@ class GroupExperts(GraphPass):
                     counts["fallbacks_replaced"] += 1
             for node, operands in torch_products(module, context.effects) if context.options.kernels == "all" else ():
                 if context.fuel.take(f"replace {node.name}"):
-                    replace_torch_product(module, node, operands, context.effects)
+                    write_grouped_linear(module, node, operands, context.effects)
                     counts["products_replaced"] += 1
         counts = +counts  # without zeros
         if context.options.kernels == "torch" and (any(changed) or counts):

@@ -10,7 +10,6 @@ from glue_compiler.fx.operators import given_leaves
 from glue_compiler.fx.records import Given
 from glue_compiler.fx.values import expression, value_of
 from glue_compiler.ops import quack_products
-from glue_compiler.passes.group_experts.fallback_products import write_grouped_linear
 
 _Operands = tuple[fx.Node, fx.Node, fx.Node]
 
@@ -29,11 +28,6 @@ def torch_products(gm: fx.GraphModule, analysis: EffectAnalysis) -> list[tuple[f
         if operands is not None and quack_products.pays(*map(value_of, operands[:2])):
             found.append((node, operands))
     return found
-
-
-def replace_torch_product(gm: fx.GraphModule, node: fx.Node, operands: _Operands, analysis: EffectAnalysis) -> None:
-    """Write ``glue::grouped_linear`` in place of ``node``."""
-    write_grouped_linear(gm, node, operands, analysis)
 
 
 def _operands(gm: fx.GraphModule, node: fx.Node, analysis: EffectAnalysis) -> _Operands | None:

@@ -127,7 +127,7 @@ def test_what_lacked_memory_beside_others_is_tried_once_more_alone(lacks_memory,
         return mock.Mock(), ours
 
     monkeypatch.setattr(end_to_end, "_started", start)
-    given = of_arguments(steps=1, warm_up=1, fixed=True, limit=60.0, warm=False, compiler="inductor")
+    given = of_arguments(steps=1, warm_up=1, fixed=True, limit=60.0, warm=False, kernels=0, compiler="inductor")
     found = run_all([("qwen3-bf16", variant) for variant in ("glue", "flex", "eager")], given, "caches")
     assert [each.variant for each in found] == ["glue", "flex", "eager"]
     assert started == ["glue", "flex", "eager"] + (["flex", "eager"] if lacks_memory else [])
