@@ -48,7 +48,8 @@ def masked_attention(
             minus infinities make an empty row, and a mean of such a row is not defined.
         scale: multiplies the scores; None: ``1 / sqrt(D)``.
         softcap: scores become ``softcap * tanh(score / softcap)`` before the mask.
-        sinks: floating ``[Hq]`` or ``[B, Hq, Q, 1]``: a score of one more key for each query, whose value is zero.
+        sinks: floating ``[Hq]``, or what broadcasts to ``[B, Hq, Q]`` or ``[B, Hq, Q, 1]``: a score of one more key for
+            each query, whose value is zero.
         bias: floating, broadcastable to ``[B, Hq, Q, K]``: is added to the scores beside a boolean mask, in memory as
             that is.
         factors: bool or floating without a gradient, broadcastable to ``[B, Hq, Q, K]``: multiplies the scores before

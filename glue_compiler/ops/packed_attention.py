@@ -180,7 +180,8 @@ def packed_attention(
             makes a kernel of. None: ``varlen_attention``. Queries that see no key at all get zeros, and so do their
             gradients, as under a boolean mask of ``scaled_dot_product_attention``.
         implementation: of ``varlen_attention``, without ``blocks``.
-        sinks: floating ``[Hq]`` or ``[B, Hq, T, 1]``: a score of one more key for each query, whose value is zero.
+        sinks: floating ``[Hq]``, or what broadcasts to ``[B, Hq, T]`` or ``[B, Hq, T, 1]``: a score of one more key for
+            each query, whose value is zero.
 
     Returns:
         ``[B, Hq, T, D]``, strides of a transposed ``[B, T, Hq, D]`` without ``blocks``.
@@ -219,8 +220,8 @@ def packed_attention(
 
 
 def sinks_of_queries(sinks: Tensor) -> Tensor:
-    """``[Hq]`` or ``[B, Hq, T, 1]`` as what broadcasts to ``[B, Hq, T]``."""
-    return sinks[:, None] if sinks.dim() == 1 else sinks[..., 0]
+    """``[Hq]``, or sinks of ``[B, Hq, T, 1]``, as what broadcasts to ``[B, Hq, T]``."""
+    return sinks[:, None] if sinks.dim() == 1 else sinks[..., 0] if sinks.dim() == 4 else sinks
 
 
 @composite("(Tensor query, Tensor key, Tensor value, float? scale=None) -> Tensor")

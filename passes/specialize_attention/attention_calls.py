@@ -211,12 +211,15 @@ def _before_repeat(node: fx.Node, value: Value, heads: Any, gradients: Gradients
 
 
 def _sinks(element: Element, heads: Any, gradients: Gradients, reader: IndexReader) -> fx.Node | None:
-    """The scores ``[Hq]`` of which ``element`` is that of a head; or the column ``[B, Hq, Q, 1]`` that it is of."""
+    """The scores ``[Hq]`` of which ``element`` is that of a head; or those ``[B, Hq, Q, 1]``, ``[B, Hq, Q]`` or
+    ``[Hq, Q]`` of which it is that of a query."""
     operators, whole = reader.operators, element.value
     if not reader.shape(whole):
         raise NotAttention("attention sinks that are one number for all heads")
     wanted = places(4)[:3]
-    is_column = element.index == broadcast_index((*wanted, sympy.Integer(0)), reader.shape(whole))
+    rank = len(reader.shape(whole))
+    of_query = (*wanted, sympy.Integer(0)) if rank == 4 else wanted
+    is_of_queries = rank > 1 and element.index == broadcast_index(of_query, reader.shape(whole))
     while True:
         if reader.shape(element.value) == (heads,) and element.index == broadcast_index(wanted[1:2], (heads,)):
             found = operators.node_of(element.value)
@@ -229,7 +232,7 @@ def _sinks(element: Element, heads: Any, gradients: Gradients, reader: IndexRead
             element = source_of(operators, element.value, element.index)
         except NotAView:
             break
-    found = operators.operand(whole, gradients.output) if is_column else None
+    found = operators.operand(whole, gradients.output) if is_of_queries else None
     if found is None or found.graph is not gradients.output.graph:
         raise NotAttention("attention sinks that are not in memory where the attention is")
     return found

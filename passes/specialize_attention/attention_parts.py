@@ -103,8 +103,9 @@ class AttentionSite:
         is_square: there are provably as many keys as queries.
         scale: None is ``1 / sqrt(D)``.
         softcap: scores are ``tanh(scores / softcap) * softcap`` before the mask; None: as they are.
-        sinks: ``[Hq]`` or ``[B, Hq, Q, 1]``, a score of each head or query for a key without a value, which no mask
-            hides; None: there is none. is_gated: they are those of a :class:`Gate`.
+        sinks: ``[Hq]``, ``[Hq, Q]``, ``[B, Hq, Q]`` or ``[B, Hq, Q, 1]``, of which sizes may be 1: a score of each head
+            or query for a key without a value, which no mask hides; None: there is none. is_gated: they are those of a
+            :class:`Gate`.
         factors: a tensor that the scores are multiplied by before the bias; None: they are not.
         bias: numbers that are added to the scores before the mask is filled in; None: there are none.
         is_bias_merged: rows and heads are one dimension of them, ``[B * H, Q, K]``, of which the last two may be 1.

@@ -264,6 +264,7 @@ def _gated(draw: Draw, masks: Masks, out: str, scores: str) -> str:
         f"torch.logsumexp({scores}, dim=-1) - {sinks}.view(1, -1, 1)",
         f"torch.sub({scores}.logsumexp(-1), {sinks}[:, None])",
         f"{scores}.logsumexp([3]) - {sinks}.reshape(HEADS, 1).expand(HEADS, T)",
+        f"{scores}.logsumexp(-1) - {sinks}.view(1, -1, 1) * torch.arange(T).to(FLOAT)",
         f"torch.logsumexp({scores} * 1.0, dim=-1) - {sinks}.view(1, -1, 1)",
         f"torch.logsumexp({scores}, dim=-1) + {sinks}.view(1, -1, 1)",
         f"{scores}.logsumexp(-1).detach() - {sinks}.view(1, -1, 1)",

@@ -160,11 +160,23 @@ GATES = {
     "twice the sinks": (gated(lambda s, sinks: torch.sub(s.logsumexp(-1), sinks.view(1, -1, 1), alpha=2)), USED),
     "no sigmoid": (gated(gate=lambda logit: logit.tanh().unsqueeze(-1)), USED),
     "divided": (gated(join=torch.div), USED),
-    "a sink for each query": (
+    "used beside it": (gated(join=beside), USED),
+    "a sink for each head and query": (
         gated(lambda s, sinks: s.logsumexp(-1) - sinks.view(1, -1, 1) * (TOKEN + 1.0)),
+        LISTED,
+    ),
+    "a sink for each row": (
+        gated(lambda s, sinks: s.logsumexp(-1) - sinks.view(-1, 1, 1).clone()),
+        LISTED,
+    ),
+    "a sink for each query": (
+        gated(lambda s, sinks: s.logsumexp(-1) - torch.outer(sinks, TOKEN + 1.0)[:1]),
+        LISTED,
+    ),
+    "a sink for each query without a dimension of heads": (
+        gated(lambda s, sinks: s.logsumexp(-1) - (sinks[0] * TOKEN)),
         "sinks that are not in memory",
     ),
-    "used beside it": (gated(join=beside), USED),
     "no gradient of the gate": (
         gated(gate=lambda logit: without_gradients(lambda each: each.sigmoid().unsqueeze(-1), logit)),
         "gradients are switched off",
