@@ -45,18 +45,15 @@ def subclass_of(placeholder: fx.Node) -> str | None:
 def written_inputs(joint: fx.GraphModule) -> set[fx.Node]:
     """The inputs of a joint graph whose memory is another's value when its backward runs.
 
-    The graph itself writes some, and AOTAutograd writes the others when the forward has returned. Must be called while
-    it partitions the graph.
+    The graph itself writes some, and AOTAutograd writes the others when the forward has returned: what results stand
+    for is on record (2.11 to 2.15). All inputs, where it is not.
     """
     placeholders = joint.graph.find_nodes(op="placeholder")
-    written = {
-        operand
-        for node in joint.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
-        for operand in node.all_input_nodes[:1]
-    }
-    context = torch._guards.TracingContext.try_get()
-    metadata = getattr(context, "fw_metadata", None)
-    if metadata is not None:
-        first = len(metadata.tokens)  # which come in front of the inputs
-        written |= {placeholders[first + index] for index in metadata.mutated_inp_runtime_indices}
-    return written & set(placeholders)
+    kinds = joint.graph.output_node().meta.get("desc")
+    if not isinstance(kinds, list | tuple):
+        return set(placeholders)
+    afterwards = [kind.mutated_input for kind in kinds if hasattr(kind, "mutated_input")]
+    written = {node for node in placeholders if node.meta.get("desc") in afterwards}
+    for node in joint.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
+        written.update(operand for operand in node.all_input_nodes[:1] if operand.op == "placeholder")
+    return written
