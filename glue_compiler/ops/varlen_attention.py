@@ -128,7 +128,7 @@ class _WithSinks(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         *saved, cu_seqlens, sinks = ctx.saved_tensors
         gradients = varlen_attention_backward(grad, *saved, cu_seqlens, *ctx.settings)
         of_sinks = None
