@@ -125,7 +125,7 @@ def _site(
     if any(user < operand for user in readers for operand in (query, key)):
         raise NotAttention("the sizes of its scores are used before those of query and key are known")
     gradients = Gradients(output, operators)
-    if not all(gradients.pass_through(node) for node in inside if node.users):
+    if not all(map(gradients.pass_through, inside)):
         raise NotAttention("gradients are switched off for a part of it")
     if inside and not gradients.are_cut_off and strides_are_seen([query, key, value], operators):
         raise NotAttention("a hook or a backward of your own gets its gradients, and may depend on their strides")
@@ -219,7 +219,8 @@ def _sinks(element: Element, heads: Any, gradients: Gradients, reader: IndexRead
     wanted = places(4)[:3]
     rank = len(reader.shape(whole))
     of_query = (*wanted, sympy.Integer(0)) if rank == 4 else wanted
-    is_of_queries = rank > 1 and element.index == broadcast_index(of_query, reader.shape(whole))
+    is_for_all = reader.shape(whole) == (1,)
+    is_of_queries = (rank > 1 or is_for_all) and element.index == broadcast_index(of_query, reader.shape(whole))
     while True:
         if reader.shape(element.value) == (heads,) and element.index == broadcast_index(wanted[1:2], (heads,)):
             found = operators.node_of(element.value)

@@ -190,3 +190,9 @@ def test_one_sink_for_all_heads():
     for shape, expected in (((), "one number for all heads"), ((1,), LISTED)):
         sink = torch.full(shape, 0.5, dtype=torch.float64, requires_grad=True)
         assert_as_eager(fn, expected, [some_keys()], [*inputs(), sink])
+    token = torch.arange
+    assert_as_eager(
+        lambda q, k, v, sink: fn(q, k, v, sink, token(q.shape[2])[:, None] >= token(k.shape[2])),
+        {"packed": 1},
+        tensors=[*inputs(), sink],
+    )

@@ -242,7 +242,7 @@ def viewed(use):
 
 VIEWED = {
     "its sizes": (viewed(lambda view, scores: scores), LISTED),
-    "its sum, which nothing uses": (viewed(lambda view, scores: (view.sum(), scores)[1]), "used elsewhere"),
+    "its sum, which nothing uses": (viewed(lambda view, scores: (view.sum(), scores)[1]), LISTED),
     "written": (viewed(lambda view, scores: (view.detach().mul_(0.5), scores)[1]), {}),
     "added": (viewed(lambda view, scores: scores + view.sum() * 1e-3), "used elsewhere|changed in another way"),
 }
