@@ -59,16 +59,16 @@ def read_step(
     if not kernels and not copied:
         raise ValueError("the trace has no kernels and no copies on a device")
     begin, finish = min(start for start, _ in kernels + copied), max(end for _, end in kernels + copied)
-    spans = [MeasuredSpan("compute", start - begin, end - begin) for start, end in _joined(kernels, joined_gap)]
+    spans = [MeasuredSpan("compute", start - begin, end - begin) for start, end in joined(kernels, joined_gap)]
     for engine, intervals in copies.items():
         for number, (start, end) in enumerate(sorted(intervals)):
             spans.append(MeasuredSpan(engine, start - begin, end - begin, number))
-    busy, total = _joined(kernels, 0.0), sum(end - start for start, end in copied)
+    busy, total = joined(kernels, 0.0), sum(end - start for start, end in copied)
     hidden = sum(max(0.0, min(end, last) - max(start, first)) for start, end in copied for first, last in busy)
     return MeasuredStep(tuple(spans), finish - begin, hidden / total if total else 1.0)
 
 
-def _joined(intervals: Iterable[Interval], gap: float) -> list[Interval]:
+def joined(intervals: Iterable[Interval], gap: float) -> list[Interval]:
     """The intervals' union, where those at most ``gap`` apart become one."""
     joined: list[Interval] = []
     for start, end in sorted(intervals):

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.profiler_trace import joined
+
 
 @dataclass(frozen=True)
 class Kernel:
@@ -43,18 +45,18 @@ def step_kernels(spans: Iterable[tuple[str, float, float]], steps: int) -> StepK
     Raises:
         ValueError: there are none.
     """
-    spans = sorted(spans, key=lambda span: span[1])
-    if not spans:
-        raise ValueError("nothing ran on the device")
     found: dict[str, list[float]] = {}
-    busy, until = 0.0, spans[0][1]
+    intervals = []
     for name, start, end in spans:
         found.setdefault(_short(name), []).append(end - start)
-        busy += max(0.0, end - max(start, until))
-        until = max(until, end)
+        intervals.append((start, end))
+    if not intervals:
+        raise ValueError("nothing ran on the device")
+    running = joined(intervals, 0.0)
+    busy, whole = sum(end - start for start, end in running), running[-1][1] - running[0][0]
     kernels = [Kernel(name, len(each) / steps, sum(each) / steps / 1e3) for name, each in found.items()]
     kernels.sort(key=lambda kernel: -kernel.ms)
-    return StepKernels(tuple(kernels), busy / steps / 1e3, (until - spans[0][1]) / steps / 1e3)
+    return StepKernels(tuple(kernels), busy / steps / 1e3, whole / steps / 1e3)
 
 
 def lines_of(step: StepKernels, number: int) -> Iterator[str]:

@@ -13,7 +13,7 @@ from glue_compiler.ops.composite import composite
 from glue_compiler.ops.dense_attention import dense_attention
 from glue_compiler.ops.document_blocks import BLOCK
 from glue_compiler.ops.mask_blocks import as_four
-from glue_compiler.ops.packed_attention import sinks_of_queries
+from glue_compiler.ops.packed_attention import beside_sinks, sinks_of_queries
 
 
 @composite(
@@ -141,7 +141,7 @@ def masked_attention(
                 of_queries = of_queries - lists[9].to(logsumexp.dtype)
             elif has_offset:  # taken off a logsumexp that is rounded
                 logsumexp = logsumexp + lists[9].to(logsumexp.dtype)
-            out = out * torch.sigmoid(logsumexp - of_queries).to(out.dtype)[..., None]
+            out = beside_sinks(out, logsumexp, of_queries)
         if empty_rows == "nan":
             out = out.masked_fill(empty[..., None], float("nan"))
         return out.to(query.dtype)

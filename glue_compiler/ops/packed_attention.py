@@ -204,8 +204,7 @@ def packed_attention(
             q, k, v = query.to(dtype), key.to(dtype), value.to(dtype)
             out, logsumexp = attention.flex_attention(q, k, v, lists, BLOCK, mask, (*ends, *seen), scale)
             if sinks is not None:
-                share = torch.sigmoid(logsumexp - sinks_of_queries(sinks).to(logsumexp.dtype))
-                out = out * share.to(out.dtype)[..., None]
+                out = beside_sinks(out, logsumexp, sinks_of_queries(sinks).to(logsumexp.dtype))
             return out.to(query.dtype)
     flat = (tensor.transpose(1, 2).reshape(batch * length, tensor.shape[1], size) for tensor in (query, key, value))
     settings = (cu_seqlens, max_seqlen, is_causal, window, scale, implementation)
@@ -222,6 +221,11 @@ def packed_attention(
 def sinks_of_queries(sinks: Tensor) -> Tensor:
     """``[Hq]``, or sinks of ``[B, Hq, T, 1]``, as what broadcasts to ``[B, Hq, T]``."""
     return sinks[:, None] if sinks.dim() == 1 else sinks[..., 0] if sinks.dim() == 4 else sinks
+
+
+def beside_sinks(out: Tensor, logsumexp: Tensor, of_queries: Tensor) -> Tensor:
+    """What is left of the result ``[B, Hq, T, D]`` of scores with this logsumexp ``[B, Hq, T]`` beside sinks."""
+    return out * torch.sigmoid(logsumexp - of_queries).to(out.dtype)[..., None]
 
 
 @composite("(Tensor query, Tensor key, Tensor value, float? scale=None) -> Tensor")

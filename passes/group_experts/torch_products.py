@@ -22,7 +22,7 @@ def torch_products(gm: fx.GraphModule, analysis: EffectAnalysis) -> list[tuple[f
     found = []
     for node in gm.graph.nodes:
         # Cheaper to ask than what a call does, and few are left.
-        if not any(_rank(operand) == 3 for operand in node.all_input_nodes):
+        if _rank(node) != 2 or not {1, 2, 3} <= {_rank(operand) for operand in node.all_input_nodes}:
             continue
         operands = _operands(gm, node, analysis)
         if operands is not None and quack_products.pays(*map(value_of, operands[:2])):
@@ -32,7 +32,7 @@ def torch_products(gm: fx.GraphModule, analysis: EffectAnalysis) -> list[tuple[f
 
 def _operands(gm: fx.GraphModule, node: fx.Node, analysis: EffectAnalysis) -> _Operands | None:
     record = analysis.record_of(gm, node)
-    if record is None or len(record.operators) != 1 or _rank(node) != 2:
+    if record is None or len(record.operators) != 1:
         return None
     (made,) = record.operators
     if made.overload is not torch.ops.aten._grouped_mm.default:
