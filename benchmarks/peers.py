@@ -84,6 +84,25 @@ def checkpoint_of(workload: Workload) -> dict[str, Tensor]:
     return found
 
 
+def with_experts_apart(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Of a checkpoint, experts that transformers 5 stacks, as they are published: each by itself, gate and up apart.
+
+    ``experts.gate_up_proj`` [experts, 2 * inner, hidden] and ``experts.down_proj`` [experts, hidden, inner].
+    """
+    found = {}
+    for name, weight in weights.items():
+        if name.endswith(".experts.gate_up_proj"):
+            kinds = dict(zip(("gate_proj", "up_proj"), weight.chunk(2, dim=1), strict=True))
+        elif name.endswith(".experts.down_proj"):
+            kinds = {"down_proj": weight}
+        else:
+            found[name] = weight
+            continue
+        experts = name.rpartition(".")[0]
+        found |= {f"{experts}.{place}.{kind}.weight": each for kind in kinds for place, each in enumerate(kinds[kind])}
+    return found
+
+
 def with_lengths(
     batch: Callable[[int, torch.Generator], dict[str, Tensor]],
 ) -> Callable[[int, torch.Generator], dict[str, Tensor]]:
