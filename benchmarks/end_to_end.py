@@ -21,6 +21,7 @@ compiles each of equal layers, ``glue-tiled`` runs wide values in tiles of rows,
 again that is no product, ``glue-offload`` moves the inputs of checkpointed layers. ``glue-none`` makes no rewrite, and
 ``glue-metadata``, ``glue-attention``, ``glue-experts`` and ``glue-loss`` make that one alone. ``plan-B`` plans what is
 kept for backward within ``memory_budget=B`` (``plan-9.6GiB``).
+In ``glue-update`` and ``flex-update`` clipping and AdamW are compiled too; the others have torch's fused AdamW.
 ``liger`` is eager, the model patched by Liger (package ``liger-kernel``), its loss without logits among them. A
 variant that ends in ``-layers`` compiles each decoder layer by itself (``layer.compile(...)``), as FSDP2 recipes do;
 masks, rotary tables and the loss are eager then, and equal layers share their graphs.
@@ -98,7 +99,7 @@ class Trainer:
         self.workload = how.workload(row, size, device, compiler)
         self.call = how.compiled(self.workload, compiler)
         self.trained = [weight for weight in self.workload.model.parameters() if weight.requires_grad]
-        self.optimizer = torch.optim.AdamW(self.trained, lr=1e-5, fused=True)
+        self.optimizer, self.update = how.optimizer(self.trained, compiler)
         self.generator = torch.Generator().manual_seed(0)
 
     def steps(self, number: int, varies: bool) -> Iterator[Timed]:
@@ -112,8 +113,7 @@ class Trainer:
             with self.workload.around():
                 loss = self.call(**batch).loss
             loss.backward()
-            torch.nn.utils.clip_grad_norm_(self.trained, 1.0)
-            self.optimizer.step()
+            self.update()
             self.optimizer.zero_grad()
             self.wait()
             seconds = time.perf_counter() - start

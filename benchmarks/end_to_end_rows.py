@@ -90,15 +90,21 @@ def llama_lora(size: Size, device: str, attention: str) -> Workload:
     return replace(_packed(model, device), model=adapted)
 
 
-def large_lora(family: str, size: Size, device: str, attention: str) -> Workload:
-    """A model in bf16, checkpointed, LoRA on all of its linear layers; adapters in bf16, as FSDP2 asks."""
+def large_lora(family: str, size: Size, device: str, attention: str, dtype: torch.dtype = torch.bfloat16) -> Workload:
+    """A model in ``dtype``, checkpointed, LoRA on all of its linear layers; adapters in it too, as FSDP2 asks."""
     import peft
 
-    model = _causal_model(family, size, device, attention)
+    model = _causal_model(family, size, device, attention, dtype)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     adapters = peft.LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
     adapted = peft.get_peft_model(model, adapters, autocast_adapter_dtype=False)
     return replace(_packed(model, device), model=adapted)
+
+
+def large_lora_autocast(family: str, size: Size, device: str, attention: str) -> Workload:
+    """The same, weights in fp32, forward under autocast to bf16."""
+    workload = large_lora(family, size, device, attention, torch.float32)
+    return replace(workload, around=partial(torch.autocast, device, dtype=torch.bfloat16))
 
 
 def gemma3_1b(size: Size, device: str, attention: str) -> Workload:
@@ -124,6 +130,7 @@ ROWS = {
     "llama-lora": Row(llama_lora),
     "llama-8b-lora": Row(partial(large_lora, "llama_8b")),
     "qwen3-8b-lora": Row(partial(large_lora, "qwen3_8b"), tokens=16384),
+    "qwen3-8b-lora-autocast": Row(partial(large_lora_autocast, "qwen3_8b"), tokens=16384),
     "qwen3-14b-lora": Row(partial(large_lora, "qwen3_14b"), tokens=32768),
     "gemma3-1b": Row(gemma3_1b),
     "gpt-oss": Row(gpt_oss, tokens=2048, layers=4),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch._functorch.config
+from torch import Tensor
 
 from benchmarks import peer_torchtitan, peer_torchtune, peer_unsloth
 from benchmarks.end_to_end_rows import ROWS, Size, Workload
@@ -29,6 +30,7 @@ class Variant:
         is_patched: by Liger.
         recomputes: backward computes again all that is fused and no product (torch's aggressive_recomputation).
         peer: of another library, (row, size, device, what compiles) → what is trained, compiled.
+        compiles_update: clipping and the optimizer's step too, by the same compiler.
     """
 
     compiler: str | None
@@ -38,6 +40,7 @@ class Variant:
     is_patched: bool = False
     recomputes: bool = False
     peer: Callable[[str, Size, str, str], Workload] | None = None
+    compiles_update: bool = False
 
     def workload(self, row: str, size: Size, device: str, compiler: str) -> Workload:
         """What is trained; a peer has compiled it with ``compiler``."""
@@ -52,14 +55,30 @@ class Variant:
         torch._functorch.config.aggressive_recomputation = self.recomputes
         if self.compiler is None:
             return workload.model
-        how: dict[str, Any] = {"backend": compiler}
-        if self.compiler == "glue":
-            how = {"backend": "glue", "options": {"compiler": compiler, **dict(self.options)}}
+        how = self._how(compiler)
         if not self.by_layers:
             return torch.compile(workload.model, **how)
         for layer in workload.layers:
             layer.compile(**how)
         return workload.model
+
+    def optimizer(self, weights: Sequence[Tensor], compiler: str) -> tuple[torch.optim.Optimizer, Callable[[], None]]:
+        """AdamW of ``weights``, and what updates them: clips their gradients and makes its step."""
+        settings: dict[str, Any] = {"lr": 1e-5, "fused": True}
+        if self.compiles_update:  # as torch's tutorials have it: a rate that is a number is compiled into the code
+            settings = {"lr": torch.tensor(1e-5), "capturable": True} if weights[0].is_cuda else {"lr": 1e-5}
+        optimizer = torch.optim.AdamW(weights, **settings)
+
+        def update() -> None:
+            torch.nn.utils.clip_grad_norm_(weights, 1.0)
+            optimizer.step()
+
+        return optimizer, torch.compile(update, **self._how(compiler)) if self.compiles_update else update
+
+    def _how(self, compiler: str) -> dict[str, Any]:
+        if self.compiler == "glue":
+            return {"backend": "glue", "options": {"compiler": compiler, **dict(self.options)}}
+        return {"backend": compiler}
 
 
 def _patch_by_liger(model: Any) -> None:
@@ -92,6 +111,8 @@ VARIANTS = {
     "glue-unshared": Variant("glue", options=(("passes", {"share_layers": False}),)),
     "glue-offload": Variant("glue", options=(("offload", "checkpoints"),)),
     "glue-layers": Variant("glue", by_layers=True),
+    "glue-update": Variant("glue", compiles_update=True),
+    "flex-update": Variant("inductor", "flex_attention", compiles_update=True),
     "inductor-layers": Variant("inductor", by_layers=True),
     "flex-layers": Variant("inductor", "flex_attention", by_layers=True),
     "glue-none": _glue_with(),

@@ -4,6 +4,7 @@ Importing this package registers them; a graph calls them as ``torch.ops.glue.<n
 """
 
 import glue_compiler.ops.flop_formulas  # noqa: F401  registers them
+from glue_compiler.ops.embedding import embedding_gradient
 from glue_compiler.ops.expert_rows import expert_combine, expert_dot, expert_gather
 from glue_compiler.ops.expert_sort import expert_sort
 from glue_compiler.ops.grouped_linear import grouped_linear, grouped_outer
@@ -29,6 +30,7 @@ __all__ = [
     "deinterleave",
     "document_blocks",
     "document_offsets",
+    "embedding_gradient",
     "exact_document_offsets",
     "expert_combine",
     "expert_dot",

@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 
 from glue_compiler import backend
+from glue_compiler.ops import embedding
 from glue_compiler.ops.device_rates import Rates
 from glue_compiler.passes import plan_memory, tile_rows
 from glue_compiler.replan import replanner
@@ -150,7 +151,7 @@ def clean_dynamo() -> Iterator[None]:
 @contextlib.contextmanager
 def small_steps_count() -> Iterator[None]:
     """Small tensors move too, for compute counts as so slow that it hides any copy, few rows go into tiles, and steps
-    take more memory each time, so that plans are made again."""
+    take more memory each time, so that plans are made again; and the gradients of all tables are worth a kernel."""
     slow = Rates(flops=1e3, memory=1e3, link=1e4)
     marks = itertools.count()
 
@@ -163,6 +164,7 @@ def small_steps_count() -> Iterator[None]:
     with (
         mock.patch.object(plan_memory, "rates_of", return_value=slow),
         mock.patch.multiple(tile_rows, LEAST_ROWS=1, GRAIN=1),
+        mock.patch.object(embedding, "pays", return_value=True),
         mock.patch.object(backend, "Replanner", follow),
         mock.patch.object(replanner, "FIRST", 1),
     ):

@@ -125,12 +125,22 @@ def _loss(draw: Draw, rows: Rows) -> str:
     return loss
 
 
+EMBEDDINGS = (
+    "F.embedding(target.clamp(min=0), weight)",
+    "F.embedding(target.clamp(min=0), weight, padding_idx=-1)",
+    "F.embedding(target.clamp(min=0).int(), weight * gain, padding_idx=2)",
+    "F.embedding(target.clamp(min=0), weight, scale_grad_by_freq=True)",
+    "torch.ops.aten.embedding(weight.detach(), target.clamp(min=0)) + F.embedding(target.clamp(min=0), weight)",
+    "F.embedding(target.clamp(min=0), weight).mul_(0.5)",
+)
+
+
 def _head(draw: Draw) -> Rows:
     rows = draw.mostly(
         "hidden",
         "hidden.tanh()",
         "F.layer_norm(hidden, (SIZE,))",
-        "F.embedding(target.clamp(min=0), weight)",
+        draw.pick(*EMBEDDINGS),
         "hidden * 2",
     )
     rows = draw.let("rows", rows, "float", 3)

@@ -1,0 +1,46 @@
+"""sum_embedding_gradients: the gradient of a large table in 16 bits is summed without a second table in fp32."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from glue_compiler.fx import bodies
+from glue_compiler.fx.values import value_of
+from glue_compiler.graph_pass import GraphPass, Numerics, PassContext, PassResult, Skip
+from glue_compiler.passes.sum_embedding_gradients.read import Embedding, find_embeddings
+
+
+class SumEmbeddingGradients(GraphPass):
+    """Leave the gradients of embeddings to torch's kernel, where Inductor would sum them in a table of fp32.
+
+    Counts: ``embeddings``.
+    """
+
+    name: ClassVar[str] = "sum_embedding_gradients"
+    numerics: ClassVar[Numerics] = Numerics.CLOSE
+
+    def run(self, graph: fx.GraphModule, context: PassContext) -> PassResult:
+        count = 0
+        skips: list[Skip] = []
+        for module in bodies.graph_modules(graph):
+            found, left = find_embeddings(module, context.effects)
+            skips += left
+            chosen = list(context.fuel.allowed((f"sum the gradient of {each.node.name}", each) for each in found))
+            for each in chosen:
+                _write(module.graph, each)
+            if chosen:
+                module.recompile()
+            count += len(chosen)
+        return PassResult(count > 0, {"embeddings": count}, tuple(skips))
+
+
+def _write(graph: fx.Graph, found: Embedding) -> None:
+    node = found.node
+    with graph.inserting_before(node):
+        written = graph.call_function(torch.ops.glue.embedding.default, (found.weight, found.indices, *found.settings))
+    written.meta = {**node.meta, "example_value": value_of(node)}
+    node.replace_all_uses_with(written)
+    graph.erase_node(node)
