@@ -76,6 +76,8 @@ def embedding_gradient(
         ``[V, D]`` in the dtype of ``grad``, contiguous: for each index the sum of its rows, on a GPU in fp32, rounded
         once; zeros where there are none. No host synchronisation; two runs are bitwise equal.
     """
+    if not indices.numel():
+        return grad.new_zeros(rows, grad.shape[-1])
     is_narrow = grad.dtype in (torch.bfloat16, torch.float16)
     sum_rows = _sum_few if grad.is_cuda and is_narrow and indices.numel() <= _FEW else _EMBEDDING_BACKWARD
     return sum_rows(grad, indices, rows, padding_idx, scale_grad_by_freq)
