@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+import glue_compiler.ops  # noqa: F401  registers torch.ops.glue
 from glue_compiler.fx.effects import Effects, Kind
 from glue_compiler.fx.value_numbering import Numbering, Occurrence
 from glue_compiler.fx.values import (
@@ -26,6 +27,12 @@ from glue_compiler.graph_pass import Skip
 
 # Where the run-time memo knows what a stream is.
 DEVICES = ("cpu", "cuda")
+
+_MASK_BLOCKS, _COPY = torch.ops.glue.mask_blocks.default, torch.ops.glue.materialized.default
+
+_FLOATING = (
+    "it depends on a floating-point input; a prologue reads integers and booleans, and masks for their blocks alone"
+)
 
 
 @dataclass(frozen=True)
@@ -83,6 +90,8 @@ class _Planner:
             o.node: o for group in numbering.occurrences.values() for o in group if o.scope is numbering.root
         }
         self.reasons: dict[fx.Node, str] = {}
+        self.masks: set[fx.Node] = set()
+        """Floating-point inputs, their views and copies, of which nothing moves but what reads them as masks."""
 
     def run(self) -> ProloguePlan:
         excluded: dict[fx.Node, str] = {}
@@ -101,7 +110,7 @@ class _Planner:
 
     def _find_eligible(self, excluded: dict[fx.Node, str]) -> None:
         """Fills ``reasons``: why a node cannot move; nodes without one can."""
-        self.reasons = {}
+        self.reasons, self.masks = {}, set()
         for node in self.nodes:
             if node in excluded:
                 self.reasons[node] = excluded[node]
@@ -111,12 +120,17 @@ class _Planner:
     def _reason_to_stay(self, node: fx.Node) -> str | None:
         value = value_of(node)
         if node.op == "placeholder":
-            return self._reason_of_input(value)
+            return self._reason_of_input(node, value)
         if node.op not in ("call_function", "call_method"):
             return "not an operator"
         for arg in node.all_input_nodes:
             if arg in self.reasons:
                 return self.reasons[arg]
+        if self.masks.intersection(node.all_input_nodes) and node.target is not _MASK_BLOCKS:
+            if producer_of(node).target is not _COPY and (self._owns_memory(node) or self._effects(node).syncs):
+                return _FLOATING
+            if not isinstance(value, int | torch.SymInt):  # the size of a mask is known without it
+                self.masks.add(node)
         effects, occurrence = self._effects(node), self.occurrences[node]
         if effects.kind not in (Kind.PURE, Kind.ASSERT):
             return f"it depends on '{node.name}', which is not a pure operator"
@@ -134,15 +148,17 @@ class _Planner:
             return "its memory is written in the graph, or may be by something that is not understood"
         return None
 
-    def _reason_of_input(self, value: Any) -> str | None:
+    def _reason_of_input(self, node: fx.Node, value: Any) -> str | None:
         if isinstance(value, int | torch.SymInt):
             return None
         if not isinstance(value, torch.Tensor) or not is_plain(value):
             return "it depends on an input that is not a plain tensor or an integer"
         if isinstance(value, torch.nn.Parameter):
             return "it depends on a parameter, which is no batch's and lives on"
-        if value.is_floating_point() or value.is_complex():
-            return "it depends on a floating-point input; a prologue reads integers and booleans"
+        if value.is_complex() or (value.is_floating_point() and value.requires_grad):
+            return _FLOATING
+        if value.is_floating_point():
+            self.masks.add(node)
         if value.device.type not in DEVICES:
             return "it depends on an input on a device other than CPU and CUDA"
         if storages_of(value) & self.numbering.written:

@@ -84,6 +84,16 @@ def test_a_float_input_stays():
     assert_stays(run, "floating-point input")
 
 
+def test_a_number_that_is_read_from_a_float_input_stays():
+    def fn(x, limit):
+        return x * int(limit.item())
+
+    run, x = compile_split(fn), torch.randn(4, dtype=torch.float64)
+    for limit in (2.0, 3.0):
+        assert torch.equal(run.call(x, torch.tensor(limit)), fn(x, torch.tensor(limit)))
+    assert len(run.graphs) == 1
+
+
 def test_an_input_that_the_graph_writes_stays():
     def fn(x, positions):
         positions.add_(1)
@@ -189,6 +199,62 @@ def test_lists_of_a_large_mask_move_and_those_of_a_small_one_stay():
         torch.testing.assert_close(run.call(x, mask), under_mask(x, mask))
         assert len(run.graphs) == parts
         assert count(run.graphs[-1], torch.ops.glue.mask_blocks) == 2 - parts
+
+
+def under_numbers(x, mask):
+    (kept,) = torch.ops.glue.materialized.default([mask[:, : x.shape[2]]])
+    lists = torch.ops.glue.mask_blocks.default(kept, x.shape[2], x.shape[2], "added", "mean")
+    return torch.ops.glue.masked_attention(x, x, x, kept, lists, "added", "mean")
+
+
+def causal_numbers():
+    return torch.full((64, 64), -torch.inf, dtype=torch.float64).triu(1)
+
+
+def test_lists_of_a_mask_that_is_added_move_with_its_copy():
+    x, mask = torch.randn(1, 2, 64, 8, dtype=torch.float64, requires_grad=True), causal_numbers()
+    run = compile_split(under_numbers, memoize_threshold=64)
+    for _ in range(2):
+        found, wanted = (torch.autograd.grad(fn(x, mask).square().sum(), x)[0] for fn in (run.call, under_numbers))
+        torch.testing.assert_close(found, wanted)
+        mask[:, 3] = -torch.inf  # the next call reads it again
+    prologue, rest = run.graphs
+    assert [
+        count(prologue, each) for each in (torch.ops.glue.mask_blocks.default, torch.ops.glue.materialized.default)
+    ] == [1, 1]
+    assert not any(
+        count(rest, each) for each in (torch.ops.glue.mask_blocks.default, torch.ops.glue.materialized.default)
+    )
+
+
+STAYING = {
+    "computed from numbers": lambda x, mask: under_numbers(x, mask * 2),
+    "read otherwise": lambda x, mask: x * torch.ops.glue.materialized.default([mask])[0].sum(),
+    "rows that are picked": lambda x, mask: under_numbers(x, mask[torch.arange(64)]),
+}
+
+
+@pytest.mark.parametrize("name", STAYING)
+def test_other_numbers_stay(name):
+    x, mask = torch.randn(1, 2, 64, 8, dtype=torch.float64), causal_numbers()
+    if name == "read otherwise":
+        mask = torch.rand(64, 64, dtype=torch.float64)
+    run = compile_split(STAYING[name], memoize_threshold=64)
+    torch.testing.assert_close(run.call(x, mask), STAYING[name](x, mask))
+    assert all(count(gm, torch.ops.glue.mask_blocks.default) == 0 for gm in run.graphs[:-1])
+
+
+def test_a_mask_that_is_learned_stays():
+    x, mask = torch.randn(1, 2, 64, 8, dtype=torch.float64), causal_numbers().clamp(min=-9.0).requires_grad_()
+
+    def fn(x, mask):
+        lists = torch.ops.glue.mask_blocks.default(mask.detach(), 64, 64, "added", "mean")
+        return torch.ops.glue.masked_attention(x, x, x, mask, lists, "added", "mean")
+
+    run = compile_split(fn, memoize_threshold=64)
+    found, wanted = (torch.autograd.grad(f(x, mask).square().sum(), mask)[0] for f in (run.call, fn))
+    torch.testing.assert_close(found, wanted)
+    assert len(run.graphs) == 1
 
 
 def test_what_the_graph_returns_is_the_callers_own():
