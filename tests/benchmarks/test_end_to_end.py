@@ -70,6 +70,13 @@ def test_a_row_names_its_own_number_of_tokens():
     assert size_of("gpt-oss", of_arguments(tokens=1024, least=64)) == Size(1024, 64, 4, False)
 
 
+def test_an_update_that_is_compiled_trains_as_the_fused_one():
+    (compiled, found), (_, expected) = (steps("qwen3-bf16", variant, 4) for variant in ("glue-update", "glue"))
+    losses = [[step.loss for kind in kinds for step in kind] for kinds in (found, expected)]
+    assert losses[0] == pytest.approx(losses[1], rel=2e-3)
+    assert compiled.optimizer.state[compiled.trained[0]]["step"] == 8
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("row", ROWS)
 def test_layers_compiled_one_by_one_train_as_eager_does(row):
