@@ -84,7 +84,7 @@ def embedding_gradient(
 
 
 def _sum_few(grad: Tensor, indices: Tensor, rows: int, padding_idx: int, scale_grad_by_freq: bool) -> Tensor:
-    """Sums in a table in fp32 with a row for each of ``indices``, of which the first of those that are equal is used."""
+    """Sums in a table in fp32 with a row for each of ``indices``; of those that are equal the first one is used."""
     flat = indices.flatten()
     places = torch.arange(flat.numel(), device=grad.device)
     place_of = torch.empty(rows, dtype=torch.long, device=grad.device)
