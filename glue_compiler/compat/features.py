@@ -100,6 +100,10 @@ _PASSES = {
             "torch.ops:aten._flash_attention_forward": ANY,
         },
     ),
+    "sum_embedding_gradients": Feature(
+        "pass sum_embedding_gradients",
+        {"torch.utils._python_dispatch:is_traceable_wrapper_subclass": ANY},
+    ),
     "tile_rows": Feature(
         "pass tile_rows",
         {

@@ -66,6 +66,11 @@ def out_of_modes() -> AbstractContextManager[Any]:
     return torch.utils._python_dispatch._disable_current_modes()
 
 
+def is_wrapper(tensor: Tensor) -> bool:
+    """Is it of a subclass around other tensors, which compilers trace through?"""
+    return torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor)
+
+
 def counts_writes(operator: Any) -> bool:
     """Does autograd count this operator's writes for the tensors that it is given?
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from glue_compiler.compat import wrapper_tensors
 from glue_compiler.ops.composite import composite
 
 _LEAST = 2**22
@@ -59,7 +60,9 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (indices,) = ctx.saved_tensors
-        return embedding_gradient(grad, indices, *ctx.settings), None, None, None
+        # What is wrapped may know torch's operators alone.
+        backward = _EMBEDDING_BACKWARD if wrapper_tensors.is_wrapper(grad) else embedding_gradient
+        return backward(grad, indices, *ctx.settings), None, None, None
 
 
 @torch.library.custom_op("glue::embedding_gradient", mutates_args=())
@@ -76,7 +79,7 @@ def embedding_gradient(
         ``[V, D]`` in the dtype of ``grad``, contiguous: for each index the sum of its rows, on a GPU in fp32, rounded
         once; zeros where there are none. No host synchronisation; two runs are bitwise equal.
     """
-    if not indices.numel():
+    if not grad.numel():
         return grad.new_zeros(rows, grad.shape[-1])
     is_narrow = grad.dtype in (torch.bfloat16, torch.float16)
     sum_rows = _sum_few if grad.is_cuda and is_narrow and indices.numel() <= _FEW else _EMBEDDING_BACKWARD
@@ -90,7 +93,7 @@ def _sum_few(grad: Tensor, indices: Tensor, rows: int, padding_idx: int, scale_g
     place_of = torch.empty(rows, dtype=torch.long, device=grad.device)
     place_of.scatter_reduce_(0, flat.long(), places, "amin", include_self=False)
     place = place_of[flat]
-    kept = grad.reshape(-1, grad.shape[-1]).float().masked_fill_((flat == padding_idx)[:, None], 0)
+    kept = grad.reshape(-1, grad.shape[-1]).float().masked_fill((flat == padding_idx)[:, None], 0)
     sums = _EMBEDDING_BACKWARD(kept, place, flat.numel(), -1, scale_grad_by_freq).to(grad.dtype)
     out = grad.new_zeros(rows, grad.shape[-1])
     out[flat] = sums[place]  # an index that is there twice writes the same twice

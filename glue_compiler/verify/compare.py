@@ -76,9 +76,11 @@ def _mismatch(before: Named, after: Named, numerics: Numerics, reference: Callab
         return (
             None if equal else Mismatch(before.name, f"{before.value!r} before glue, {after.value!r} after", _INFINITY)
         )
-    if (old.shape, old.dtype, old.device) != (new.shape, new.dtype, new.device):
-        kinds = [f"{t.dtype}{list(t.shape)} on {t.device}" for t in (old, new)]
+    if (old.shape, old.dtype, old.device, old.layout) != (new.shape, new.dtype, new.device, new.layout):
+        kinds = [f"{t.layout} {t.dtype}{list(t.shape)} on {t.device}" for t in (old, new)]
         return Mismatch(before.name, f"{kinds[0]} before glue, {kinds[1]} after", _INFINITY)
+    if old.layout is not torch.strided:
+        old, new = old.to_dense(), new.to_dense()
     if torch.equal(old, new) or _same_bits(old, new):
         return None
     if not (old.is_floating_point() or old.is_complex()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
@@ -29,18 +30,21 @@ class SumEmbeddingGradients(GraphPass):
             found, left = find_embeddings(module, context.effects)
             skips += left
             chosen = list(context.fuel.allowed((f"sum the gradient of {each.node.name}", each) for each in found))
+            written: dict[fx.Node, fx.Node] = {}
             for each in chosen:
-                _write(module.graph, each)
+                written[each.node] = _write(module.graph, each, written)
             if chosen:
                 module.recompile()
             count += len(chosen)
         return PassResult(count > 0, {"embeddings": count}, tuple(skips))
 
 
-def _write(graph: fx.Graph, found: Embedding) -> None:
-    node = found.node
+def _write(graph: fx.Graph, found: Embedding, written: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    """``written``: what stands in place of the embeddings before it, any of which may be its table."""
+    node, weight = found.node, written.get(found.weight, found.weight)
     with graph.inserting_before(node):
-        written = graph.call_function(torch.ops.glue.embedding.default, (found.weight, found.indices, *found.settings))
-    written.meta = {**node.meta, "example_value": value_of(node)}
-    node.replace_all_uses_with(written)
+        call = graph.call_function(torch.ops.glue.embedding.default, (weight, found.indices, *found.settings))
+    call.meta = {**node.meta, "example_value": value_of(node)}
+    node.replace_all_uses_with(call)
     graph.erase_node(node)
+    return call

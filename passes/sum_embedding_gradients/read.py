@@ -36,6 +36,8 @@ def find_embeddings(gm: fx.GraphModule, analysis: EffectAnalysis) -> tuple[list[
             continue
         if len(record.operators) > 1:
             skips.append(Skip("the call also writes its table, as max_norm makes it", node.name))
+        elif record.operators[0].arguments["sparse"]:
+            skips.append(Skip("its gradient is sparse, and is no table", node.name))
         elif (embedding := _embedding(node, record)) is not None:
             found.append(embedding)
     return found, skips
@@ -44,10 +46,12 @@ def find_embeddings(gm: fx.GraphModule, analysis: EffectAnalysis) -> tuple[list[
 def _embedding(node: fx.Node, record: CallRecord) -> Embedding | None:
     arguments = record.operators[0].arguments
     given, padding_idx = [arguments["weight"], arguments["indices"]], arguments["padding_idx"]
-    if arguments["sparse"] or not isinstance(padding_idx, int) or not all(isinstance(each, Given) for each in given):
+    if not isinstance(padding_idx, int) or not all(isinstance(each, Given) for each in given):
         return None
     weight, indices = (given_leaves(node)[each.position][0] for each in given)
-    return Embedding(node, weight, indices, (padding_idx, arguments["scale_grad_by_freq"])) if _pays(weight) else None
+    if not _pays(weight) or not is_plain(value_of(indices)):
+        return None
+    return Embedding(node, weight, indices, (padding_idx, arguments["scale_grad_by_freq"]))
 
 
 def _pays(node: fx.Node) -> bool:

@@ -24,6 +24,14 @@ def test_equal_bits_are_equal(numerics):
     assert mismatch(None, torch.zeros(3), numerics) is None  # a gradient that one side leaves out
 
 
+@pytest.mark.parametrize("numerics", Numerics)
+def test_sparse_gradients_are_compared_by_what_they_hold(numerics):
+    found = torch.sparse_coo_tensor([[0, 2]], torch.tensor([1.0, 2.0]), (4,))
+    assert mismatch(found, torch.sparse_coo_tensor([[2, 0]], torch.tensor([2.0, 1.0]), (4,)), numerics) is None
+    assert "differ" in mismatch(found, found * 2, numerics).reason
+    assert "sparse_coo" in mismatch(found, found.to_dense(), numerics).reason
+
+
 def test_one_unit_in_the_last_place_is_close_and_not_bitwise():
     y = X.clone()
     y[3] = torch.nextafter(y[3], torch.tensor(9.0))

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 from glue_compiler.ops import embedding as embeddings
@@ -42,6 +43,7 @@ SPELLINGS = {
     "a view": lambda w: F.embedding(IDS, w.t().t()),
     "computed": lambda w: F.embedding(IDS, w * 2),
     "written afterwards": lambda w: F.embedding(IDS, w).mul_(2),
+    "of a table of indices": lambda w: F.embedding(IDS, F.embedding(torch.arange(ROWS).flip(0), w)),
     "with the head": lambda w: F.linear(F.embedding(IDS, w), w),
     "in a checkpoint": in_a_checkpoint,
 }
@@ -53,7 +55,7 @@ def test_the_gradient_is_eagers(name, small_tables):
     for dtype in (torch.float64, torch.bfloat16):
         assert_same_bits(SPELLINGS[name], run.call, [table(dtype)])
     counts = {p.name: p.counts for graph in run.session.graphs for p in graph.passes}
-    assert counts["sum_embedding_gradients"]["embeddings"] == 1
+    assert counts["sum_embedding_gradients"]["embeddings"] == 1 + (name == "of a table of indices")
 
 
 @pytest.mark.slow
@@ -89,7 +91,7 @@ def without_gradients(weight):
 
 
 LEFT = {
-    "sparse": (lambda w: F.embedding(IDS, w, sparse=True).sum(), False),
+    "sparse": (lambda w: F.embedding(IDS, w, sparse=True).sum(), True),
     "not trained": (lambda w: F.embedding(IDS, w.detach()) * w.sum(), False),
     "without gradients": (without_gradients, False),
     "indexed": (lambda w: w[IDS], False),
@@ -144,4 +146,32 @@ def test_a_module_that_is_trained_twice_between_updates(small_tables):
         grads.append(model.table.weight.grad)
         assert model.frozen.weight.grad is None
     torch.testing.assert_close(*grads)
+    assert count(run.graph, GRADIENT) == 1
+
+
+@pytest.mark.filterwarnings("ignore:glue's dump")  # a nested size is no number
+def test_ids_that_are_nested_are_left_alone(small_tables):
+    ids = torch.nested.nested_tensor([IDS[0], IDS[1, :2]], layout=torch.jagged)
+
+    def step(weight):
+        return F.embedding(ids, weight).sin().values()
+
+    run = compile_with_glue(step)
+    weight = table()
+    found, wanted = (torch.autograd.grad(fn(weight).sum(), weight)[0] for fn in (run.call, step))
+    torch.testing.assert_close(found, wanted)
+    assert count(run.graph, GRADIENT) == 0
+
+
+def test_gradients_that_are_wrapped_reach_torchs_own_operator(small_tables):
+    scale = TwoTensor(torch.randn(2, 6, WIDTH, dtype=torch.float64), torch.randn(2, 6, WIDTH, dtype=torch.float64))
+
+    def step(weight):
+        return F.embedding(IDS, weight) * scale
+
+    run = compile_with_glue(step)
+    weight = table()
+    found, wanted = (torch.autograd.grad(fn(weight).sum(), weight)[0] for fn in (run.call, step))
+    assert torch.equal(found.a, wanted.a)
+    assert torch.equal(found.b, wanted.b)
     assert count(run.graph, GRADIENT) == 1
