@@ -132,6 +132,7 @@ EMBEDDINGS = (
     "F.embedding(target.clamp(min=0), weight, scale_grad_by_freq=True)",
     "torch.ops.aten.embedding(weight.detach(), target.clamp(min=0)) + F.embedding(target.clamp(min=0), weight)",
     "F.embedding(target.clamp(min=0), weight).mul_(0.5)",
+    "F.embedding(target.clamp(min=0), F.embedding(torch.arange(CLASSES, device=weight.device), weight))",
 )
 
 
