@@ -17,7 +17,7 @@ _BUILT_IN = (
     "glue_compiler.passes.group_experts:GroupExperts",
     "glue_compiler.passes.specialize_attention:SpecializeAttention",
     "glue_compiler.passes.chunk_loss:ChunkLoss",
-    "glue_compiler.passes.sum_embedding_gradients:SumEmbeddingGradients",
+    "glue_compiler.passes.sum_embedding_grads:SumEmbeddingGrads",
     "glue_compiler.passes.hoist_metadata:HoistMetadata",
     "glue_compiler.passes.memoize_metadata:MemoizeMetadata",
     "glue_compiler.passes.plan_memory:PlanMemory",

@@ -15,11 +15,11 @@ __all__ = ["Run", "assert_same_bits", "compile_with_glue", "count", "result_and_
 
 
 def compile_with_glue(fn: Any, **how: Any) -> Run:
-    """``compile_and_keep``; memoize_metadata, specialize_attention and chunk_loss, which take from a graph what most
-    tests look for in it, and group_experts, which lets Dynamo capture what it could not, are off unless ``passes``
-    says otherwise.
+    """``compile_and_keep``; memoize_metadata, specialize_attention, chunk_loss and sum_embedding_grads, which take from
+    a graph what most tests look for in it, and group_experts, which lets Dynamo capture more, are off unless
+    ``passes`` says otherwise.
     """
-    quiet = {"memoize_metadata", "specialize_attention", "chunk_loss", "group_experts"}
+    quiet = {"memoize_metadata", "specialize_attention", "chunk_loss", "group_experts", "sum_embedding_grads"}
     off = dict.fromkeys(quiet & set(registry.pass_names()), False)
     return compile_and_keep(fn, **{**how, "passes": {**off, **how.get("passes", {})}})
 

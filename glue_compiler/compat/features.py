@@ -100,8 +100,8 @@ _PASSES = {
             "torch.ops:aten._flash_attention_forward": ANY,
         },
     ),
-    "sum_embedding_gradients": Feature(
-        "pass sum_embedding_gradients",
+    "sum_embedding_grads": Feature(
+        "pass sum_embedding_grads",
         {"torch.utils._python_dispatch:is_traceable_wrapper_subclass": ANY},
     ),
     "tile_rows": Feature(

@@ -74,7 +74,7 @@ def test_on_a_gpu_a_step_holds_no_table_in_fp32():
     table = torch.nn.Embedding(2**16, 512, device="cuda", dtype=torch.bfloat16)
     ids = torch.randint(2**16, (1, 1024), device="cuda")
     peaks, gradients = [], []
-    for passes in ({}, {"sum_embedding_gradients": False}):
+    for passes in ({}, {"sum_embedding_grads": False}):
         torch._dynamo.reset()
         call = torch.compile(lambda ids: table(ids).float().square().sum(), backend="glue", options={"passes": passes})
         for _ in range(2):

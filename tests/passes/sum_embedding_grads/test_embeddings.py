@@ -15,6 +15,10 @@ IDS = torch.tensor([[3, 0, 3, 23, 7, 3], [1, 1, 3, 2, 0, 5]])
 GRADIENT = torch.ops.glue.embedding.default
 
 
+def summed(fn, passes=None, **how):
+    return compile_with_glue(fn, passes={"sum_embedding_grads": True, **(passes or {})}, **how)
+
+
 @pytest.fixture
 def small_tables(monkeypatch):
     monkeypatch.setattr(embeddings, "pays", lambda weight: weight.shape[0] == ROWS)
@@ -51,17 +55,17 @@ SPELLINGS = {
 
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_the_gradient_is_eagers(name, small_tables):
-    run = compile_with_glue(SPELLINGS[name], fullgraph=True)
+    run = summed(SPELLINGS[name], fullgraph=True)
     for dtype in (torch.float64, torch.bfloat16):
         assert_same_bits(SPELLINGS[name], run.call, [table(dtype)])
     counts = {p.name: p.counts for graph in run.session.graphs for p in graph.passes}
-    assert counts["sum_embedding_gradients"]["embeddings"] == 1 + (name == "of a table of indices")
+    assert counts["sum_embedding_grads"]["embeddings"] == 1 + (name == "of a table of indices")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["functional", "padding", "by frequency", "with the head", "in a checkpoint"])
 def test_under_inductor(name, small_tables):
-    run = compile_with_glue(SPELLINGS[name], compiler="inductor")
+    run = summed(SPELLINGS[name], compiler="inductor")
     weight = table(torch.float32)
     found, wanted = (torch.autograd.grad(fn(weight).square().sum(), weight)[0] for fn in (run.call, SPELLINGS[name]))
     torch.testing.assert_close(found, wanted)
@@ -72,7 +76,7 @@ def test_lengths_that_vary(small_tables):
     def step(weight, ids):
         return F.embedding(ids, weight).sin()
 
-    run = compile_with_glue(step, dynamic=True)
+    run = summed(step, dynamic=True)
     for length in (5, 1, 0, 12):
         ids = torch.randint(ROWS, (2, length))
         weight = table()
@@ -103,15 +107,15 @@ LEFT = {
 @pytest.mark.parametrize("name", LEFT)
 def test_what_is_left_alone(name, small_tables):
     fn, is_reported = LEFT[name]
-    run = compile_with_glue(fn, fullgraph=False, eager=name in ("sparse", "renormalised"))
+    run = summed(fn, fullgraph=False, eager=name in ("sparse", "renormalised"))
     run.call(table())
-    reports = [p for graph in run.session.graphs for p in graph.passes if p.name == "sum_embedding_gradients"]
+    reports = [p for graph in run.session.graphs for p in graph.passes if p.name == "sum_embedding_grads"]
     assert sum(count(graph, GRADIENT) for graph in run.graphs) == 0
     assert any(skip.reason for p in reports for skip in p.skips) == is_reported
 
 
 def test_small_tables_and_other_devices_are_left_alone():
-    run = compile_with_glue(SPELLINGS["functional"])
+    run = summed(SPELLINGS["functional"])
     run.call(table(torch.bfloat16))
     assert count(run.graph, GRADIENT) == 0
 
@@ -120,8 +124,8 @@ def test_each_embedding_takes_fuel_and_the_pass_can_be_switched_off(small_tables
     def two(one, other):
         return F.embedding(IDS, one) + F.embedding(IDS, other)
 
-    for how, expected in (({"fuel": 1}, 1), ({"passes": {"sum_embedding_gradients": False}}, 0), ({}, 2)):
-        run = compile_with_glue(two, **how)
+    for how, expected in (({"fuel": 1}, 1), ({"passes": {"sum_embedding_grads": False}}, 0), ({}, 2)):
+        run = summed(two, **how)
         run.call(table(), table())
         assert count(run.graph, GRADIENT) == expected
 
@@ -137,7 +141,7 @@ def test_a_module_that_is_trained_twice_between_updates(small_tables):
 
     torch.manual_seed(0)
     model = Model()
-    run = compile_with_glue(model)
+    run = summed(model)
     grads = []
     for call in (run.call, model):
         model.zero_grad()
@@ -156,7 +160,7 @@ def test_ids_that_are_nested_are_left_alone(small_tables):
     def step(weight):
         return F.embedding(ids, weight).sin().values()
 
-    run = compile_with_glue(step)
+    run = summed(step)
     weight = table()
     found, wanted = (torch.autograd.grad(fn(weight).sum(), weight)[0] for fn in (run.call, step))
     torch.testing.assert_close(found, wanted)
@@ -169,7 +173,7 @@ def test_gradients_that_are_wrapped_reach_torchs_own_operator(small_tables):
     def step(weight):
         return F.embedding(IDS, weight) * scale
 
-    run = compile_with_glue(step)
+    run = summed(step)
     weight = table()
     found, wanted = (torch.autograd.grad(fn(weight).sum(), weight)[0] for fn in (run.call, step))
     assert torch.equal(found.a, wanted.a)

@@ -1,4 +1,4 @@
-"""sum_embedding_gradients: the gradient of a large table in 16 bits is summed without a second table in fp32."""
+"""sum_embedding_grads: the gradient of a large table in 16 bits is summed without a second table in fp32."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import fx
 from glue_compiler.fx import bodies
 from glue_compiler.fx.values import value_of
 from glue_compiler.graph_pass import GraphPass, Numerics, PassContext, PassResult, Skip
-from glue_compiler.passes.sum_embedding_gradients.read import Embedding, find_embeddings
+from glue_compiler.passes.sum_embedding_grads.read import Embedding, find_embeddings
 
 
-class SumEmbeddingGradients(GraphPass):
+class SumEmbeddingGrads(GraphPass):
     """Leave the gradients of embeddings to torch's kernel, where Inductor would sum them in a table of fp32.
 
     Counts: ``embeddings``.
     """
 
-    name: ClassVar[str] = "sum_embedding_gradients"
+    name: ClassVar[str] = "sum_embedding_grads"
     numerics: ClassVar[Numerics] = Numerics.CLOSE
 
     def run(self, graph: fx.GraphModule, context: PassContext) -> PassResult:
