@@ -20,8 +20,8 @@ Variants: ``flex`` is Inductor with transformers' flex_attention, ``fa2`` and ``
 compiles each of equal layers, ``glue-tiled`` runs wide values in tiles of rows, in ``-recompute`` backward computes all
 again that is no product, ``glue-offload`` moves the inputs of checkpointed layers. ``glue-none`` makes no rewrite, and
 ``glue-metadata``, ``glue-attention``, ``glue-experts`` and ``glue-loss`` make that one alone. ``plan-B`` plans what is
-kept for backward within ``memory_budget=B`` (``plan-9.6GiB``).
-In ``glue-update`` and ``flex-update`` clipping and AdamW are compiled too; the others have torch's fused AdamW.
+kept for backward within ``memory_budget=B`` (``plan-9.6GiB``). In ``glue-update`` and ``flex-update`` clipping and
+AdamW are compiled too; the others have torch's fused AdamW.
 ``liger`` is eager, the model patched by Liger (package ``liger-kernel``), its loss without logits among them. A
 variant that ends in ``-layers`` compiles each decoder layer by itself (``layer.compile(...)``), as FSDP2 recipes do;
 masks, rotary tables and the loss are eager then, and equal layers share their graphs.

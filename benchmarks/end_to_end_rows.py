@@ -70,8 +70,7 @@ def qwen3_bf16(size: Size, device: str, attention: str) -> Workload:
 
 def qwen3_autocast(size: Size, device: str, attention: str) -> Workload:
     """The same, weights in fp32, forward under autocast to bf16."""
-    workload = _packed(_causal_model("qwen3", size, device, attention, torch.float32), device)
-    return replace(workload, around=partial(torch.autocast, device, dtype=torch.bfloat16))
+    return _under_autocast(_packed(_causal_model("qwen3", size, device, attention, torch.float32), device), device)
 
 
 def llama_bf16(size: Size, device: str, attention: str) -> Workload:
@@ -103,8 +102,7 @@ def large_lora(family: str, size: Size, device: str, attention: str, dtype: torc
 
 def large_lora_autocast(family: str, size: Size, device: str, attention: str) -> Workload:
     """The same, weights in fp32, forward under autocast to bf16."""
-    workload = large_lora(family, size, device, attention, torch.float32)
-    return replace(workload, around=partial(torch.autocast, device, dtype=torch.bfloat16))
+    return _under_autocast(large_lora(family, size, device, attention, torch.float32), device)
 
 
 def gemma3_1b(size: Size, device: str, attention: str) -> Workload:
@@ -187,6 +185,10 @@ def document_lengths(positions: Tensor) -> list[int]:
 def packed_model(family: str, size: Size, device: str, attention: str) -> Workload:
     """A model of one of ``SHAPES`` in bf16, and packed batches for it."""
     return _packed(_causal_model(family, size, device, attention), device)
+
+
+def _under_autocast(workload: Workload, device: str) -> Workload:
+    return replace(workload, around=partial(torch.autocast, device, dtype=torch.bfloat16))
 
 
 def _packed(model: Any, device: str) -> Workload:

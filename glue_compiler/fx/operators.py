@@ -199,8 +199,7 @@ class Operators:
     def passed_as(self, node: fx.Node, name: str) -> fx.Node | None:
         """The node that is passed to ``node`` as the argument ``name`` of its last operator."""
         record = self.record(node)
-        given = record.operators[-1].arguments.get(name) if record is not None and record.operators else None
-        return given_leaves(node)[given.position][0] if isinstance(given, Given) else None
+        return given_as(node, record.operators[-1], name) if record is not None and record.operators else None
 
     def _call(self, node: fx.Node, each: RecordedOperator) -> Call:
         arguments = {
@@ -303,8 +302,14 @@ def given_leaves(node: fx.Node) -> list[tuple[fx.Node, int]]:
     ]
 
 
+def given_as(node: fx.Node, made: RecordedOperator, name: str) -> fx.Node | None:
+    """The node that is passed to ``node`` and on to ``made``, one of its operators, as the argument ``name``."""
+    given = made.arguments.get(name)
+    return given_leaves(node)[given.position][0] if isinstance(given, Given) else None
+
+
 def _is_flat(values: Any) -> bool:
     return all(not isinstance(item, tuple | list | dict) for item in values)
 
 
-__all__ = ["FOUND", "OWN", "Call", "Operators", "Unknown", "Value", "given_leaves"]
+__all__ = ["FOUND", "OWN", "Call", "Operators", "Unknown", "Value", "given_as", "given_leaves"]

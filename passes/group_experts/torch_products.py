@@ -6,8 +6,7 @@ import torch
 from torch import fx
 
 from glue_compiler.fx.effects import EffectAnalysis
-from glue_compiler.fx.operators import given_leaves
-from glue_compiler.fx.records import Given
+from glue_compiler.fx.operators import given_as
 from glue_compiler.fx.values import expression, value_of
 from glue_compiler.ops import quack_products
 
@@ -39,11 +38,8 @@ def _operands(gm: fx.GraphModule, node: fx.Node, analysis: EffectAnalysis) -> _O
         return None
     if made.arguments["bias"] is not None or made.arguments["out_dtype"] is not None:
         return None
-    given = [made.arguments[name] for name in ("self", "mat2", "offs")]
-    if not all(isinstance(each, Given) for each in given):
-        return None
-    x, weight, offsets = (given_leaves(node)[each.position][0] for each in given)
-    if (_rank(x), _rank(weight), _rank(offsets)) != (2, 3, 1):
+    x, weight, offsets = (given_as(node, made, name) for name in ("self", "mat2", "offs"))
+    if x is None or weight is None or offsets is None or (_rank(x), _rank(weight), _rank(offsets)) != (2, 3, 1):
         return None
     # Of rows in columns torch gives the gradient in columns too, which a backward of somebody's own may count on.
     return (x, weight, offsets) if expression(value_of(x).stride(1)) == 1 else None

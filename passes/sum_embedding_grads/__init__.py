@@ -9,7 +9,6 @@ import torch
 from torch import fx
 
 from glue_compiler.fx import bodies
-from glue_compiler.fx.values import value_of
 from glue_compiler.graph_pass import GraphPass, Numerics, PassContext, PassResult, Skip
 from glue_compiler.passes.sum_embedding_grads.read import Embedding, find_embeddings
 
@@ -44,7 +43,7 @@ def _write(graph: fx.Graph, found: Embedding, written: Mapping[fx.Node, fx.Node]
     node, weight = found.node, written.get(found.weight, found.weight)
     with graph.inserting_before(node):
         call = graph.call_function(torch.ops.glue.embedding.default, (weight, found.indices, *found.settings))
-    call.meta = {**node.meta, "example_value": value_of(node)}
+    call.meta = dict(node.meta)
     node.replace_all_uses_with(call)
     graph.erase_node(node)
     return call

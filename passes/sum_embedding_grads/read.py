@@ -8,8 +8,8 @@ import torch
 from torch import fx
 
 from glue_compiler.fx.effects import EffectAnalysis
-from glue_compiler.fx.operators import given_leaves
-from glue_compiler.fx.records import CallRecord, Given
+from glue_compiler.fx.operators import given_as
+from glue_compiler.fx.records import RecordedOperator
 from glue_compiler.fx.values import is_plain, value_of
 from glue_compiler.graph_pass import Skip
 from glue_compiler.ops import embedding as embeddings
@@ -38,20 +38,19 @@ def find_embeddings(gm: fx.GraphModule, analysis: EffectAnalysis) -> tuple[list[
             skips.append(Skip("the call also writes its table, as max_norm makes it", node.name))
         elif record.operators[0].arguments["sparse"]:
             skips.append(Skip("its gradient is sparse, and is no table", node.name))
-        elif (embedding := _embedding(node, record)) is not None:
+        elif (embedding := _embedding(node, record.operators[0])) is not None:
             found.append(embedding)
     return found, skips
 
 
-def _embedding(node: fx.Node, record: CallRecord) -> Embedding | None:
-    arguments = record.operators[0].arguments
-    given, padding_idx = [arguments["weight"], arguments["indices"]], arguments["padding_idx"]
-    if not isinstance(padding_idx, int) or not all(isinstance(each, Given) for each in given):
+def _embedding(node: fx.Node, made: RecordedOperator) -> Embedding | None:
+    weight, indices = (given_as(node, made, name) for name in ("weight", "indices"))
+    padding_idx = made.arguments["padding_idx"]
+    if weight is None or indices is None or not isinstance(padding_idx, int):
         return None
-    weight, indices = (given_leaves(node)[each.position][0] for each in given)
     if not _pays(weight) or not is_plain(value_of(indices)):
         return None
-    return Embedding(node, weight, indices, (padding_idx, arguments["scale_grad_by_freq"]))
+    return Embedding(node, weight, indices, (padding_idx, made.arguments["scale_grad_by_freq"]))
 
 
 def _pays(node: fx.Node) -> bool:

@@ -133,6 +133,9 @@ EMBEDDINGS = (
     "torch.ops.aten.embedding(weight.detach(), target.clamp(min=0)) + F.embedding(target.clamp(min=0), weight)",
     "F.embedding(target.clamp(min=0), weight).mul_(0.5)",
     "F.embedding(target.clamp(min=0), F.embedding(torch.arange(CLASSES, device=weight.device), weight))",
+    "F.embedding(target.clamp(min=0), weight * gain, sparse=True)",
+    "F.embedding(torch.nested.nested_tensor_from_jagged(target.clamp(min=0).flatten(), torch.tensor([0, 2, "
+    "target.numel()], device=target.device)), weight).values().view(*target.shape, SIZE)",
 )
 
 

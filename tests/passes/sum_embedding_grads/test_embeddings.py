@@ -12,7 +12,7 @@ from tests.captured import assert_same_bits, compile_with_glue, count
 
 ROWS, WIDTH = 24, 8
 IDS = torch.tensor([[3, 0, 3, 23, 7, 3], [1, 1, 3, 2, 0, 5]])
-GRADIENT = torch.ops.glue.embedding.default
+EMBEDDING = torch.ops.glue.embedding.default
 
 
 def summed(fn, passes=None, **how):
@@ -110,14 +110,14 @@ def test_what_is_left_alone(name, small_tables):
     run = summed(fn, fullgraph=False, eager=name in ("sparse", "renormalised"))
     run.call(table())
     reports = [p for graph in run.session.graphs for p in graph.passes if p.name == "sum_embedding_grads"]
-    assert sum(count(graph, GRADIENT) for graph in run.graphs) == 0
+    assert sum(count(graph, EMBEDDING) for graph in run.graphs) == 0
     assert any(skip.reason for p in reports for skip in p.skips) == is_reported
 
 
 def test_small_tables_and_other_devices_are_left_alone():
     run = summed(SPELLINGS["functional"])
     run.call(table(torch.bfloat16))
-    assert count(run.graph, GRADIENT) == 0
+    assert count(run.graph, EMBEDDING) == 0
 
 
 def test_each_embedding_takes_fuel_and_the_pass_can_be_switched_off(small_tables):
@@ -127,7 +127,7 @@ def test_each_embedding_takes_fuel_and_the_pass_can_be_switched_off(small_tables
     for how, expected in (({"fuel": 1}, 1), ({"passes": {"sum_embedding_grads": False}}, 0), ({}, 2)):
         run = summed(two, **how)
         run.call(table(), table())
-        assert count(run.graph, GRADIENT) == expected
+        assert count(run.graph, EMBEDDING) == expected
 
 
 def test_a_module_that_is_trained_twice_between_updates(small_tables):
@@ -150,7 +150,7 @@ def test_a_module_that_is_trained_twice_between_updates(small_tables):
         grads.append(model.table.weight.grad)
         assert model.frozen.weight.grad is None
     torch.testing.assert_close(*grads)
-    assert count(run.graph, GRADIENT) == 1
+    assert count(run.graph, EMBEDDING) == 1
 
 
 @pytest.mark.filterwarnings("ignore:glue's dump")  # a nested size is no number
@@ -164,7 +164,7 @@ def test_ids_that_are_nested_are_left_alone(small_tables):
     weight = table()
     found, wanted = (torch.autograd.grad(fn(weight).sum(), weight)[0] for fn in (run.call, step))
     torch.testing.assert_close(found, wanted)
-    assert count(run.graph, GRADIENT) == 0
+    assert count(run.graph, EMBEDDING) == 0
 
 
 def test_gradients_that_are_wrapped_reach_torchs_own_operator(small_tables):
@@ -178,4 +178,4 @@ def test_gradients_that_are_wrapped_reach_torchs_own_operator(small_tables):
     found, wanted = (torch.autograd.grad(fn(weight).sum(), weight)[0] for fn in (run.call, step))
     assert torch.equal(found.a, wanted.a)
     assert torch.equal(found.b, wanted.b)
-    assert count(run.graph, GRADIENT) == 1
+    assert count(run.graph, EMBEDDING) == 1
