@@ -24,7 +24,7 @@ from glue_compiler.fx.effects import EffectAnalysis, Kind
 from glue_compiler.fx.modes import Mode
 from glue_compiler.fx.records import CallRecord, Given, Made, Meta, RecordedOperator, Unknown, map_references, meta_of
 from glue_compiler.fx.value_numbering import Numbering
-from glue_compiler.fx.values import StorageKey, is_plain, leaves, storage_of, value_of
+from glue_compiler.fx.values import StorageKey, is_plain, leaves, requires_grad, storage_of, value_of
 
 OWN, FOUND = -1, -2
 
@@ -168,6 +168,12 @@ class Operators:
     def mode(self, node: fx.Node) -> Mode:
         """The mode of autograd and autocast that ``node`` runs in."""
         return self.analysis.mode_of(self._modules[node.graph], node)
+
+    def passes_gradients(self, node: fx.Node) -> bool:
+        """Does ``node`` pass gradients on to its operands, where they need any? By its mode, not by what it does."""
+        grad = self.mode(node).grad
+        is_on = torch.is_grad_enabled() if grad is None else grad
+        return is_on or not any(requires_grad(value_of(arg)) for arg in node.all_input_nodes)
 
     def record(self, node: fx.Node) -> CallRecord | None:
         if node not in self._records:

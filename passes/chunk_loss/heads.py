@@ -8,10 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import fx
 
 from glue_compiler.fx.operators import Call, Operators, Value
-from glue_compiler.fx.values import requires_grad, value_of
 
 aten = torch.ops.aten
 
@@ -166,16 +164,9 @@ def _einsum(equation: str, first: Any, second: Any) -> tuple[Any, Any, bool] | N
     return None
 
 
-def passes_gradients(node: fx.Node, operators: Operators) -> bool:
-    """Does ``node`` pass gradients on to its operands, where they need any?"""
-    grad = operators.mode(node).grad
-    is_on = torch.is_grad_enabled() if grad is None else grad
-    return is_on or not any(requires_grad(value_of(arg)) for arg in node.all_input_nodes)
-
-
 def _untransposed(matrix: Matrix, operators: Operators) -> Matrix:
     """The matrix in memory of which this one is a transposed view."""
-    while passes_gradients(matrix.value.node, operators):
+    while operators.passes_gradients(matrix.value.node):
         match operators.does(matrix.value):
             case Call(aten.t | aten.numpy_T | aten.mT, {"self": source}):
                 pass

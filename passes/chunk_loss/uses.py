@@ -13,7 +13,7 @@ from glue_compiler.fx.effects import Kind
 from glue_compiler.fx.operators import Call, Operators, Value, given_leaves
 from glue_compiler.fx.value_numbering import Scope
 from glue_compiler.fx.values import leaves, requires_grad, tensors_in, value_of
-from glue_compiler.passes.chunk_loss.heads import Head, passes_gradients
+from glue_compiler.passes.chunk_loss.heads import Head
 from glue_compiler.passes.chunk_loss.losses import Site, site_of
 from glue_compiler.passes.chunk_loss.wide_values import Known, NotALoss, Wide, wide_result
 
@@ -85,7 +85,7 @@ class _Reader:
         self.head = head
         self.dead = dead
         self.uses = Uses()
-        self.known = Known(operators, self._passes_gradients, self.uses.wide, {})
+        self.known = Known(operators, operators.passes_gradients, self.uses.wide, {})
         self.inside = set(head.inside)
         self.ended: set[Value] = set()
         """Results of sites, and the other results of operators that end in one."""
@@ -93,7 +93,7 @@ class _Reader:
     def read(self, graph: fx.Graph) -> None:
         meta = self.operators.meta(self.head.value)
         inside = {value.node for value in self.inside}
-        grad_is_off = not all(map(self._passes_gradients, inside))
+        grad_is_off = not all(map(self.operators.passes_gradients, inside))
         if grad_is_off and requires_grad(value_of(self.head.value.node)):
             raise NotALoss("one of its products, and not all, is made where no gradients are recorded")
         self.uses.wide[self.head.value] = Wide("logits", (), (), meta.rank - 1, meta.dtype, is_detached=grad_is_off)
@@ -188,7 +188,7 @@ class _Reader:
         try:
             site = site_of(call, node, step, wide, operators)
             if site is not None:
-                is_detached = site.wide.is_detached or not self._passes_gradients(node)
+                is_detached = site.wide.is_detached or not self.operators.passes_gradients(node)
                 self.uses.sites.append(site.detached() if is_detached else site)
                 if site.kind == "logsumexp":
                     self.known.totals[site.value] = (site.wide, site.keepdim, is_detached)
@@ -201,9 +201,6 @@ class _Reader:
                 wide[value] = found
         except NotALoss as reason:
             raise OtherUse(node, f"by {_operator(call)}: {reason}") from None
-
-    def _passes_gradients(self, node: fx.Node) -> bool:
-        return passes_gradients(node, self.operators)
 
     def _return(self, node: fx.Node, holders: set[fx.Node]) -> None:
         returned = node.args[0]

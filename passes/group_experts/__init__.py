@@ -25,7 +25,9 @@ from glue_compiler.passes.group_experts.fallback_products import (
     replace_fallback,
     write_grouped_linear,
 )
+from glue_compiler.passes.group_experts.permuted_rows import may_take_rows
 from glue_compiler.passes.group_experts.torch_products import torch_products
+from glue_compiler.passes.group_experts.write_permuted_rows import replace_permuted_rows
 
 
 class GroupExperts(GraphPass):
@@ -33,7 +35,9 @@ class GroupExperts(GraphPass):
 
     Counts: ``loops_grouped``, ``experts_grouped`` (over all loops), ``loops_sliced`` (not grouped, but one sort finds
     the rows of all experts), ``fallbacks_replaced`` (transformers' operator for grouped products without a kernel),
-    ``products_replaced`` (torch's operator, where another package has the faster kernel).
+    ``products_replaced`` (torch's operator, where another package has the faster kernel), ``rows_taken`` and
+    ``rows_summed`` (from and to tokens in the order of a sort, without adding with atomics in backward),
+    ``masks_removed`` (of such rows, that hold nowhere).
     """
 
     name: ClassVar[str] = "group_experts"
@@ -58,6 +62,8 @@ class GroupExperts(GraphPass):
                 if context.fuel.take(f"replace {node.name}"):
                     write_grouped_linear(module, node, operands, context.effects)
                     counts["products_replaced"] += 1
+        if any(may_take_rows(node) for module in modules for node in module.graph.nodes):
+            replace_permuted_rows(lambda: _operators_of(graph, modules, context.effects), context, counts)
         counts = +counts  # without zeros
         if context.options.kernels == "torch" and (any(changed) or counts):
             _without_packages(modules)

@@ -1,0 +1,107 @@
+"""Writes rows that are taken from tokens, and put back, as operators in which each token finds its rows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import fx
+
+from glue_compiler.fx.dead_nodes import erase_dead
+from glue_compiler.fx.operators import Operators
+from glue_compiler.fx.values import storages_of, value_of
+from glue_compiler.graph_pass import PassContext
+from glue_compiler.passes.group_experts.grouped_body import Emitter
+from glue_compiler.passes.group_experts.permuted_rows import PermutedRows, SummedRows, TakenRows
+
+aten, _glue = torch.ops.aten, torch.ops.glue
+
+
+def replace_permuted_rows(
+    read: Callable[[], Mapping[fx.GraphModule, Operators]], context: PassContext, counts: Counter[str]
+) -> None:
+    """``read``: each graph module as it is then. Counts ``masks_removed``, ``rows_taken`` and ``rows_summed``."""
+    operators = read()
+    found = {gm: list(PermutedRows(gm, operators[gm]).taken()) for gm in operators}
+    masks = [each for gm in operators if found[gm] for each in PermutedRows(gm, operators[gm]).idle_masks()]
+    for node, source in masks:
+        if context.fuel.take(f"remove {node.name}"):
+            node.replace_all_uses_with(source)
+            node.graph.erase_node(node)
+            counts["masks_removed"] += 1
+    if masks:
+        operators = read()
+    for gm in operators if any(found.values()) else ():
+        rows = PermutedRows(gm, operators[gm])
+        taken = list(rows.taken())
+        sums = [each for one in {(t.order, t.top_k): t for t in taken}.values() for each in rows.summed(one)]
+        writer = _Writer(gm, operators[gm])
+        for each in sums:
+            if context.fuel.take(f"replace {each.node.name}"):
+                writer.sum(each)
+                counts["rows_summed"] += 1
+        for one in taken:  # some of which nothing needs by now
+            if not one.node._erased and context.fuel.take(f"replace {one.node.name}"):
+                writer.take(one)
+                counts["rows_taken"] += 1
+        gm.recompile()
+
+
+class _Writer:
+    def __init__(self, gm: fx.GraphModule, operators: Operators) -> None:
+        self.gm = gm
+        self.operators = operators
+        self.places: dict[fx.Node, tuple[fx.Node, fx.Node, fx.Node]] = {}
+        self.replaced: dict[fx.Node, fx.Node] = {}
+
+    def take(self, rows: TakenRows) -> None:
+        emit = self._emitter(rows.node)
+        order, inverse, ends = self._places(emit, rows.order)
+        with self.gm.graph.inserting_before(rows.node):
+            tokens = self.replaced.get(rows.tokens, rows.tokens)
+            made = emit.call(_glue.expert_gather.default, tokens, order, inverse, ends, rows.top_k)
+        self._replace(rows.node, made)
+
+    def sum(self, rows: SummedRows) -> None:
+        emit = self._emitter(rows.node)
+        places = self._places(emit, rows.order)
+        with self.gm.graph.inserting_before(rows.node):
+            source = self.replaced.get(rows.rows, rows.rows)
+            weights = self._saved(emit, rows.weights, rows.node) if rows.weights is not None else None
+            dtype = value_of(rows.node).dtype
+            made = emit.call(_glue.expert_combine.default, source, *places, rows.top_k, weights, dtype)
+        self._replace(rows.node, made)
+
+    def _emitter(self, node: fx.Node) -> Emitter:
+        return Emitter(self.gm, (node,), self.operators.analysis, self.operators.mode(node).opened)
+
+    def _places(self, emit: Emitter, order: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
+        """As ``expert_sort`` gives them: the slot of each row, the row of each slot, and where the rows end."""
+        if order not in self.places:
+            with self.gm.graph.inserting_after(order):
+                narrow = emit.method("to", order, torch.int32)
+            with self.gm.graph.inserting_after(narrow):
+                slots = emit.size(order, 0)
+            last = slots if isinstance(slots, fx.Node) else narrow
+            device = value_of(order).device
+            with self.gm.graph.inserting_after(last):
+                numbers = emit.call(torch.arange, slots, dtype=torch.int32, device=device)
+            with self.gm.graph.inserting_after(numbers):
+                inverse = emit.call(aten.scatter.src, numbers, 0, order, numbers)
+            with self.gm.graph.inserting_after(inverse):
+                ends = emit.call(torch.full, (1,), slots, dtype=torch.int32, device=device)
+            self.places[order] = narrow, inverse, ends
+        return self.places[order]
+
+    def _saved(self, emit: Emitter, weights: fx.Node, at: fx.Node) -> fx.Node:
+        """Eager mode saves the weights in the order of the rows, a copy: who has them may write them afterwards."""
+        is_private = self.operators.numbering.is_private_after(storages_of(value_of(weights)), at)
+        return weights if is_private else emit.call(_glue.private_copy.default, weights)
+
+    def _replace(self, node: fx.Node, made: fx.Node) -> None:
+        read = node.all_input_nodes
+        node.replace_all_uses_with(made)
+        self.gm.graph.erase_node(node)
+        self.replaced[node] = made
+        erase_dead(self.operators.numbering, read)
