@@ -372,3 +372,28 @@ def test_transformers_grouped_experts():
         torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-5)
     layers = config.num_hidden_layers
     assert run.counts["rows_taken"] == run.counts["rows_summed"] == layers
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu(monkeypatch):
+    monkeypatch.undo()
+    sizes = ((TOKENS, 64), (64, EXPERTS), (EXPERTS, 64, 64), (EXPERTS, 64, 64))
+    inputs = [torch.randn(*size, device="cuda", dtype=torch.float64).requires_grad_() for size in sizes]
+
+    def wide(x, router, up, down):
+        weights, ids = routed(x, router)
+        ids, order = torch.sort(ids)
+        rows = experts(x[order // TOP_K], ids, up, down) * weights[order].unsqueeze(-1)
+        inverse = torch.empty_like(order)
+        inverse[order] = torch.arange(order.size(0), device="cuda")
+        return rows[inverse].view(x.shape[0], TOP_K, 64).sum(1)
+
+    torch._dynamo.reset()
+    run = compiled(wide)
+    outputs = run.call(*inputs), wide(*inputs)
+    gradients = (torch.autograd.grad(out.square().sum(), inputs) for out in outputs)
+    for got, want in zip(*gradients, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(*outputs, rtol=1e-9, atol=1e-9)
+    assert run.counts["rows_taken"] == run.counts["rows_summed"] == 1
