@@ -12,7 +12,7 @@ A step is forward, backward, clipping of the gradients and AdamW. The table at t
 median, best and worst milliseconds of a step with the fixed total, tokens per second and the share of what the card
 does in one large product; microseconds for a token with totals that vary, and the ratio to that with the fixed one;
 graphs that were compiled, glue's warnings, memory; seconds of the first step, caches empty, of a first step with full
-ones (``--warm``, one variant after the other), and until both compiles were done; the last loss; of plans, the GiB that
+ones (``--warm``, one variant after the other, those that compile), and until both compiles were done; the last loss; of plans, the GiB that
 are predicted of the graph alone, and what it took in its second or third step.
 
 Variants: ``flex`` is Inductor with transformers' flex_attention, ``fa2`` and ``fa4`` with its flash_attention_2 and
@@ -287,7 +287,7 @@ def run_all(cases: list[tuple[str, str]], arguments: argparse.Namespace, caches:
             time_all([found[place]], arguments.limit)
     if arguments.warm:
         for each in found:
-            if "failed" not in (each.result or {}):
+            if "failed" not in (each.result or {}) and variant_of(each.variant).is_compiled:
                 _measure_warm(each, caches, arguments.limit)
     return found
 

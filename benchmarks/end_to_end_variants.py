@@ -42,6 +42,11 @@ class Variant:
     peer: Callable[[str, Size, str, str], Workload] | None = None
     compiles_update: bool = False
 
+    @property
+    def is_compiled(self) -> bool:
+        """Is there something that a cache may hold? Peers compile for themselves."""
+        return self.compiler is not None or self.peer is not None
+
     def workload(self, row: str, size: Size, device: str, compiler: str) -> Workload:
         """What is trained; a peer has compiled it with ``compiler``."""
         if self.peer is not None:

@@ -206,7 +206,9 @@ def packed_attention(
             if sinks is not None:
                 out = beside_sinks(out, logsumexp, sinks_of_queries(sinks).to(logsumexp.dtype))
             return out.to(query.dtype)
-    flat = (tensor.transpose(1, 2).reshape(batch * length, tensor.shape[1], size) for tensor in (query, key, value))
+    # What is not in this order is copied here, where a compiler writes it so in the first place.
+    by_token = (tensor.transpose(1, 2).contiguous() for tensor in (query, key, value))
+    flat = (tensor.view(batch * length, tensor.shape[2], size) for tensor in by_token)
     settings = (cu_seqlens, max_seqlen, is_causal, window, scale, implementation)
     if sinks is None:
         out, _ = varlen_attention(*flat, *settings)
