@@ -12,8 +12,8 @@ A step is forward, backward, clipping of the gradients and AdamW. The table at t
 median, best and worst milliseconds of a step with the fixed total, tokens per second and the share of what the card
 does in one large product; microseconds for a token with totals that vary, and the ratio to that with the fixed one;
 graphs that were compiled, glue's warnings, memory; seconds of the first step, caches empty, of a first step with full
-ones (``--warm``, one variant after the other, those that compile), and until both compiles were done; the last loss; of plans, the GiB that
-are predicted of the graph alone, and what it took in its second or third step.
+ones (``--warm``, one variant after the other, those that compile), and until both compiles were done; the last loss;
+of plans, the GiB that are predicted of the graph alone, and what it took in its second or third step.
 
 Variants: ``flex`` is Inductor with transformers' flex_attention, ``fa2`` and ``fa4`` with its flash_attention_2 and
 4, where those are installed; the others have sdpa. ``glue-torch`` takes no kernels of other packages, ``glue-unshared``

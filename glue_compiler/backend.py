@@ -12,7 +12,7 @@ from torch import fx
 
 from glue_compiler import capture, compat, registry, watchers
 from glue_compiler.deferred.outputs import defer_outputs
-from glue_compiler.distinct_results import keep_apart, may_be_merged
+from glue_compiler.distinct_results import keep_apart, results_apart
 from glue_compiler.fallback import StepPasses, compile_step
 from glue_compiler.forward_mode import refuse_tangents
 from glue_compiler.fuel import RewriteCounter
@@ -60,7 +60,7 @@ class GlueBackend:
         pipeline = pipeline.with_options(corrected)
         effects = EffectAnalysis.for_graph(gm)
         capture.check_leaves(gm, effects)
-        distinct = may_be_merged(gm)
+        groups = results_apart(gm)
         watch = watchers.watch(corrected, self._session_for(corrected), planned)
         observer = watch.observer
         with self.rewrites.undone_on_error():
@@ -91,8 +91,8 @@ class GlueBackend:
             call = compiled(step_passes)
         else:
             call = compile_step(compiled, step_passes, [gm, *(p.graph for p in prologues)], observer)
-        call = defer_outputs(call, [each for p in reports for each in p.deferred])
-        call = keep_apart(call, distinct)
+        deferred = [each for p in reports for each in p.deferred]
+        call = defer_outputs(keep_apart(call, groups, [each.position for each in deferred]), deferred)
         changed = [p.name for p in reports if p.changed and p.numerics is Numerics.CLOSE]
         return observer.compiled(refuse_tangents(call, changed))
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -12,63 +12,92 @@ from torch import Tensor, fx
 from glue_compiler.compat import storages
 from glue_compiler.fx.values import expression, is_plain, storage_of, value_of
 
-Positions = tuple[tuple[int, ...], ...]
+Groups = tuple[tuple[int, ...], ...]
 
 
-def may_be_merged(gm: fx.GraphModule) -> Positions:
-    """Positions in what ``gm`` returns of tensors that look alike and share their memory with nothing else there, nor
-    with what ``gm`` is given.
+def results_apart(gm: fx.GraphModule) -> Groups:
+    """Positions in what ``gm`` returns, those together whose tensors share memory, and nothing with what ``gm`` is
+    given; none that no other could be equal to.
 
     A rewrite, or the compiler below, may find that two of them are equal: AOTAutograd makes one of two equal operators
-    that give a tuple, Inductor one of two clones of a value that is not returned, though both are results.
+    that give a tuple, Inductor one of two clones of a value, though both are results.
     """
     returned: Any = gm.graph.output_node().args[0]
-    results = list(enumerate(map(_tensor_of, returned if isinstance(returned, tuple | list) else ())))
-    users: defaultdict[int, set[Any]] = defaultdict(set)
+    groups: defaultdict[int, list[int]] = defaultdict(list)
+    kinds: dict[int, Hashable] = {}
+    for position, node in enumerate(returned if isinstance(returned, tuple | list) else ()):
+        tensor = _tensor_of(node)
+        if tensor is not None:
+            memory = storage_of(tensor)
+            groups[memory].append(position)
+            kinds.setdefault(memory, (tensor.device, expression(tensor.untyped_storage().nbytes())))
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "get_attr") and (given := _tensor_of(node)) is not None:
-            users[storage_of(given)].add(node)
-    for position, tensor in results:
-        if tensor is not None:
-            users[storage_of(tensor)].add(position)
-    alike: defaultdict[Hashable, list[int]] = defaultdict(list)
-    for position, tensor in results:
-        if tensor is not None and len(users[storage_of(tensor)]) == 1:
-            layout = tuple(tuple(map(expression, numbers)) for numbers in (tensor.shape, tensor.stride()))
-            alike[tensor.dtype, tensor.device, layout].append(position)
-    return tuple(tuple(positions) for positions in alike.values() if len(positions) > 1)
+            groups.pop(storage_of(given), None)
+    alike = Counter(kinds[memory] for memory in groups)
+    return tuple(tuple(positions) for memory, positions in groups.items() if alike[kinds[memory]] > 1)
 
 
-def keep_apart(call: Callable[..., Any], positions: Positions) -> Callable[..., Any]:
-    """``call`` with copies in place of results at ``positions`` that lie in the memory of an earlier one; itself if
-    there are no such positions.
+def keep_apart(call: Callable[..., Any], groups: Groups, ignored: Collection[int] = ()) -> Callable[..., Any]:
+    """``call`` with copies in place of results that lie in the memory of those of an earlier group; itself if there are
+    no two groups. Otherwise, who writes to one result would write to the other.
 
-    Otherwise, who writes to one result would write to the other.
+    Results of one group that have gradients stay where they are: copies would not share theirs.
+
+    Args:
+        ignored: positions at which ``call`` returns something else.
     """
-    if not positions:
+    kept = [tuple(position for position in group if position not in ignored) for group in groups]
+    kept = [group for group in kept if group]
+    if len(kept) < 2:
         return call
+    first = [group[0] for group in kept]
 
     def run(*inputs: Any) -> Any:
         results = call(*inputs)
-        copies: dict[int, Tensor] = {}
-        for group in positions:
-            seen: set[int] = set()
-            for position in group:
-                result = results[position]
-                if not isinstance(result, Tensor) or not is_plain(result):
-                    continue
-                memory = storages.identity(result)
-                if memory in seen and result.numel():
-                    with torch.set_grad_enabled(torch.is_grad_enabled() or result.requires_grad):
-                        copies[position] = result.clone()
-                seen.add(memory)
-        return type(results)(_replaced(results, copies)) if copies else results
+        try:
+            memory = [storages.identity(results[position]) for position in first]
+        except (AttributeError, NotImplementedError, RuntimeError):  # inside of vmap a tensor has no memory
+            return results
+        if len(set(memory)) == len(memory):
+            return results
+        return type(results)(_apart(list(results), kept, memory))
 
     return run
 
 
-def _replaced(results: Sequence[Any], copies: dict[int, Tensor]) -> list[Any]:
-    return [copies.get(position, result) for position, result in enumerate(results)]
+def _apart(results: list[Any], groups: Sequence[tuple[int, ...]], memory: Sequence[int]) -> list[Any]:
+    seen: set[int] = set()
+    for group, place in zip(groups, memory, strict=True):
+        tensors = [results[position] for position in group]
+        if place in seen and tensors[0].numel():
+            copies = [_copied(tensors[0])] if len(tensors) == 1 else _moved(tensors)
+            for position, copy in zip(group, copies, strict=True):
+                results[position] = copy
+        seen.add(place)
+    return results
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """In the same strides, with the same gradient."""
+    with torch.set_grad_enabled(torch.is_grad_enabled() or tensor.requires_grad):
+        source = tensor
+        for dim, stride in enumerate(tensor.stride()):
+            source = source if stride else source.narrow(dim, 0, 1)
+        copy = torch.empty_strided(source.shape, source.stride(), dtype=tensor.dtype, device=tensor.device)
+        return copy.copy_(source).expand(tensor.shape)
+
+
+def _moved(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Views of one piece of memory, as views of a copy of it."""
+    if any(tensor.requires_grad for tensor in tensors):
+        return tensors
+    memory = tensors[0].untyped_storage().clone()
+    moved = []
+    for tensor in tensors:
+        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        moved.append(empty.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride()))
+    return moved
 
 
 def _tensor_of(node: Any) -> Tensor | None:

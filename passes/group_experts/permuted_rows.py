@@ -7,7 +7,7 @@ token knows its rows, since ``order`` names each slot once. Changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from glue_compiler.fx.index_expressions import IndexReader, Unreadable
 from glue_compiler.fx.operators import FOUND, Call, Operators, Value
-from glue_compiler.fx.values import requires_grad, storages_of, value_of
+from glue_compiler.fx.values import expression, requires_grad, storages_of, value_of
 from glue_compiler.ops.kernel_support import runs_triton
 from glue_compiler.passes.group_experts.copies import SAME_ELEMENTS, copied_from
 
@@ -83,12 +83,13 @@ class PermutedRows:
             if may_take_rows(node) and (found := self._taken(node)) is not None:
                 yield found
 
-    def summed(self, taken: TakenRows) -> Iterator[SummedRows]:
-        """The sums of rows in the same order."""
-        for node in self.gm.graph.nodes:
+    def summed(self, taken: Sequence[TakenRows]) -> Iterator[SummedRows]:
+        """The sums of rows in the orders of ``taken``."""
+        known = {(self._number_of(each.order), each.top_k): each for each in taken}
+        for node in self.gm.graph.nodes if known else ():
             value = value_of(node)
             if _is_matrix(value) and requires_grad(value) and self.operators.is_made_of(node, {aten.sum}):
-                found = self._summed(node, taken)
+                found = self._summed(node, known)
                 if found is not None:
                     yield found
 
@@ -99,8 +100,10 @@ class PermutedRows:
                 node, {aten.masked_fill, aten.masked_fill_}
             ):
                 continue
-            call, source = self.operators.does(self.operators.value(node)), self.operators.passed_as(node, "self")
+            call, source = self._does(self.operators.value(node)), self.operators.passed_as(node, "self")
             if call is None or source is None or value_of(source).shape != value_of(node).shape:
+                continue
+            if isinstance(call.arguments["value"], Value):  # which may have a gradient
                 continue
             if self._never_holds(call.arguments["mask"]) and self._may_stand_for(source, node, call):
                 yield node, source
@@ -117,17 +120,24 @@ class PermutedRows:
         source, row = self._source_row(self.operators.value(node), node)
         if source is None:
             return None
-        tokens = self.operators.operand(source, node)
+        tokens = self._operand(source, node)
         found = [each for each in row.atoms(AppliedUndef) if each.args == (_ROW,)]
         order = self._order(self.reader.leaves.get(found[0].func.__name__)) if len(found) == 1 else None
         if tokens is None or order is None or not _is_matrix(value_of(tokens)):
             return None
         slots, count = self.operators.meta(order).shape[0], self.operators.meta(source).shape[0]
+        if expression(value_of(node).shape[0]) != slots:  # a part of the order may leave slots out
+            return None
         top_k = sympy.cancel(sympy.sympify(slots) / count) if count != 0 else sympy.S.Zero
-        order_node = self.operators.operand(order, node)
+        order_node = self._operand(order, node)
         if not isinstance(top_k, sympy.Integer) or top_k < 1 or row != sympy.floor(found[0] / top_k):
             return None
         return TakenRows(node, order_node, int(top_k), tokens) if order_node is not None else None
+
+    def _operand(self, value: Value, at: fx.Node) -> fx.Node | None:
+        """A node of this graph in which ``at`` finds ``value``."""
+        node = self.operators.operand(value, at)
+        return node if node is not None and node.graph is at.graph else None
 
     def _source_row(self, value: Value, at: fx.Node) -> tuple[Value | None, Any]:
         """(``x``, ``f(row)``) where ``value[row]`` is ``x[f(row)]``, through all that is indexed by one vector."""
@@ -175,31 +185,39 @@ class PermutedRows:
 
     # -- what is added up
 
-    def _summed(self, node: fx.Node, taken: TakenRows) -> SummedRows | None:
-        operators, order = self.operators, self.operators.value(taken.order)
+    def _summed(self, node: fx.Node, known: Mapping[Any, TakenRows]) -> SummedRows | None:
+        operators = self.operators
         match self._does(operators.value(node)):
             case Call(aten.sum, {"self": Value() as by_token, "dim": (1 | -2,), "keepdim": False}):
                 pass
             case _:
                 return None
         by_slot = self._behind(self._widened(by_token))
-        if by_slot is None:
+        found = self._indexed(self._widened(by_slot)) if by_slot is not None else None
+        order = self._undone(found[1]) if found is not None else None
+        if by_slot is None or found is None or order is None:
             return None
-        shapes = [operators.meta(value).shape for value in (by_token, by_slot)]
-        if len(shapes[0]) != 3 or len(shapes[1]) != 2 or shapes[0][1:] != (taken.top_k, shapes[1][1]):
+        shapes = [operators.meta(value).shape for value in (by_token, by_slot, found[0])]
+        if len(shapes[0]) != 3 or len(shapes[1]) != 2 or shapes[0][2] != shapes[1][1] or shapes[2] != shapes[1]:
             return None
-        found = self._indexed(self._widened(by_slot))
-        if found is None or shapes[1][0] != operators.meta(order).shape[0] or not self._undoes(found[1], order):
+        taken = known.get((operators.number(order), shapes[0][1]))
+        if taken is None or shapes[1][0] != operators.meta(order).shape[0]:
             return None
         rows, weights = self._weighted(found[0], order)
-        given = [operators.operand(each, node) for each in (rows, *([weights] if weights is not None else []))]
-        is_given = all(each is not None and value_of(each).is_floating_point() for each in given)
-        if not is_given or operators.meta(found[0]).shape != shapes[1] or operators.meta(rows).shape != shapes[1]:
+        given = [self._operand(each, node) for each in (rows, *([weights] if weights is not None else []))]
+        if any(each is None or not value_of(each).is_floating_point() for each in given):
             return None
-        work = torch.promote_types(operators.meta(rows).dtype, torch.float32)
-        if torch.promote_types(work, value_of(node).dtype) != work:  # it would add up in narrower numbers
+        dtypes = [value_of(each).dtype for each in given if each is not None]
+        work, out = torch.promote_types(dtypes[0], torch.float32), value_of(node).dtype
+        # It would add up, or pass gradients on, in narrower numbers.
+        if torch.promote_types(work, out) != work or any(torch.promote_types(each, out) != out for each in dtypes):
+            return None
+        if operators.meta(rows).shape != shapes[1]:
             return None
         return SummedRows(node, taken.order, taken.top_k, given[0], given[1] if len(given) > 1 else None)  # type: ignore[arg-type]
+
+    def _number_of(self, node: fx.Node) -> Any:
+        return self.operators.number(self.operators.value(node))
 
     def _behind(self, value: Value) -> Value | None:
         """What ``value`` has the elements of, in their order."""
@@ -244,26 +262,24 @@ class PermutedRows:
         given = operators.meta(found[0]).shape
         return found[0] if given[0] == operators.meta(order).shape[0] and given[1:] in ((), (1,)) else None
 
-    def _undoes(self, inverse: Value, order: Value) -> bool:
-        """Is ``inverse[order[i]]`` ``i`` for all ``i``?"""
-        number, call = self.operators.number, self.operators.does(inverse)
+    def _undone(self, inverse: Value) -> Value | None:
+        """The ``order`` of which ``inverse[order[i]]`` is ``i`` for all ``i``."""
+        call = self.operators.does(inverse)
         if self._order(inverse) is not None and call is not None:  # places of the sorted places
-            return bool(number(call.arguments["self"]) == number(order))
+            return None if call.arguments["descending"] else self._order(call.arguments["self"])
         if inverse.step == FOUND:
             writers = [write.writer for write in self.operators.numbering.writes if write.time == inverse.since]
             calls = self.operators.calls(writers[0]) if len(writers) == 1 and writers[0] is not None else None
             call = calls[-1] if calls else None
             if call is None or self.operators.value(inverse.node) != call.arguments.get("self"):
-                return False
+                return None
         match call:
             case Call(
                 aten.index_put | aten.index_put_,
                 {"indices": (Value() as places,), "values": Value() as values} as given,
-            ) if not given["accumulate"]:
-                pass
-            case _:
-                return False
-        return bool(number(places) == number(order) and self._element(values, _ROW) == _ROW)
+            ) if not given["accumulate"] and self._element(values, _ROW) == _ROW:
+                return self._order(places)
+        return None
 
     # -- masks that hold nowhere
 

@@ -35,7 +35,7 @@ def replace_permuted_rows(
     for gm in operators if any(found.values()) else ():
         rows = PermutedRows(gm, operators[gm])
         taken = list(rows.taken())
-        sums = [each for one in {(t.order, t.top_k): t for t in taken}.values() for each in rows.summed(one)]
+        sums = list(rows.summed(taken))
         writer = _Writer(gm, operators[gm])
         for each in sums:
             if context.fuel.take(f"replace {each.node.name}"):

@@ -192,7 +192,7 @@ class _Planner:
             return "its memory is written"
         # Two outputs must not become one object, nor share memory unless both are views of an input.
         is_output = isinstance(value, torch.Tensor) and any(user.op == "output" for user in node.users)
-        if is_output or self._own_storages(node) & self.numbering.returned:
+        if is_output or storages_of(value) & self.numbering.returned - self.numbering.inputs:
             return "the graph returns its memory, and two outputs must not share any"
         return None
 

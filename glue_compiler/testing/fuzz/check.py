@@ -19,6 +19,7 @@ from glue_compiler import backend
 from glue_compiler.ops import embedding
 from glue_compiler.ops.device_rates import Rates
 from glue_compiler.passes import plan_memory, tile_rows
+from glue_compiler.passes.group_experts import permuted_rows
 from glue_compiler.replan import replanner
 from glue_compiler.replan.device_steps import Held
 from glue_compiler.replan.replanner import Replanner
@@ -165,6 +166,7 @@ def small_steps_count() -> Iterator[None]:
         mock.patch.object(plan_memory, "rates_of", return_value=slow),
         mock.patch.multiple(tile_rows, LEAST_ROWS=1, GRAIN=1),
         mock.patch.object(embedding, "pays", return_value=True),
+        mock.patch.object(permuted_rows, "pays", return_value=True),
         mock.patch.object(backend, "Replanner", follow),
         mock.patch.object(replanner, "FIRST", 1),
     ):

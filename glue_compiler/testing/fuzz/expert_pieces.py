@@ -151,3 +151,46 @@ def over_slices(loop: Loop, selected: str, weights: str) -> None:
         done = expert_body(loop, f"{rows}[start:end]", "e")
         draw.emit(f"{joined}[start:end] = {done}")
     _combine(loop, weights, order, joined)
+
+
+def over_sorted_rows(loop: Loop, selected: str, weights: str) -> None:
+    """GM: no loop, and each row times the matrix of its expert."""
+    draw = loop.draw
+    order, _, rows = _sorted(loop, selected)
+    ids = draw.let(
+        "ids", draw.mostly(f"{selected}.flatten()[{order}]", f"torch.sort({selected}.view(-1))[0]"), "int", 1
+    )
+    if draw.chance(0.4):
+        mask = draw.mostly(
+            f"({ids} >= {loop.classes}).unsqueeze(-1)", f"({ids} > 0)[:, None]", f"({ids} >= E - 1)[:, None]"
+        )
+        fill = draw.mostly("masked_fill", "masked_fill_")
+        draw.emit(f"{rows} = {rows}.{fill}({mask}, 0.0)", f"{rows} = {rows}.masked_fill({mask}, 0.0)")
+    weight = f"down[{ids}.clamp(max=E - 1)]" if loop.stacked else "down[0]"
+    done = draw.let("done", f"({rows}.unsqueeze(1) @ ({weight} @ {weight}.mT)).squeeze(1)", "float", 2)
+    if draw.chance(0.7):
+        factor = draw.mostly(
+            f"{weights}.flatten()[{order}].unsqueeze(-1)",
+            f"{weights}.reshape(-1, 1)[{order}]",
+            f"{weights}.flatten()[{order}, None].detach()",
+            f"{weights}.flatten().unsqueeze(-1)",
+        )
+        done = draw.let("done", f"{done} * {factor}", "float", 2)
+    inverse = draw.name("inverse")
+    draw.emit(
+        draw.mostly(
+            f"{inverse} = {order}.argsort()",
+            f"{inverse} = torch.empty_like({order}); {inverse}[{order}] = torch.arange(N * K{draw.at})",
+            f"{inverse} = torch.zeros_like({order}).scatter(0, {order}, torch.arange(N * K{draw.at}))",
+            f"{inverse} = {order}.argsort(descending=True)",
+            f"{inverse} = {order}",
+            share=0.5,
+        )
+    )
+    out = draw.mostly(
+        f"{done}[{inverse}].view(N, K, -1).sum(dim=1)",
+        f"{done}.index_select(0, {inverse}).reshape(N, K, -1).sum(1)",
+        f"{done}[{inverse}].view(N, K, -1).sum(1, keepdim=True).squeeze(1)",
+        f"{done}[{inverse}].view(N, K, -1).mean(1)",
+    )
+    finish(loop, draw.let("out", out, "float", 2))

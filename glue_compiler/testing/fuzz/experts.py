@@ -14,7 +14,7 @@ from glue_compiler.testing.fuzz.expert_parts import (
     rows_of,
     zeros,
 )
-from glue_compiler.testing.fuzz.expert_pieces import over_pieces, over_slices, over_split
+from glue_compiler.testing.fuzz.expert_pieces import over_pieces, over_slices, over_sorted_rows, over_split
 from glue_compiler.testing.fuzz.programs import Statement
 
 
@@ -35,7 +35,7 @@ def draw_experts(draw: Draw) -> Drawn:
     draw.emit("N = x.shape[0]")
     inputs, made = _inputs(loop)
     selected, weights = _routing(loop, inputs)
-    spellings_of_loops = [*[_over_masks] * 4, over_pieces, over_split, over_slices, _bool]
+    spellings_of_loops = [*[_over_masks] * 4, over_pieces, over_split, over_slices, over_sorted_rows, _bool]
     if not draw.one_graph:
         spellings_of_loops += [_over_hits] * 2
     spelled = draw.pick(*spellings_of_loops)

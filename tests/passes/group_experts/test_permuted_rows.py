@@ -230,6 +230,8 @@ def backwards(order, ids):
 
 NOT_UNDONE = {
     "the order itself": lambda order, ids: order,
+    "descending": lambda order, ids: order.argsort(descending=True),
+    "sorted descending": lambda order, ids: order.sort(descending=True).indices,
     "another order's": lambda order, ids: (-ids).argsort().argsort(),
     "added": added_places,
     "half": half_undone,
@@ -333,6 +335,39 @@ def test_masks_that_may_hold_stay(mask):
         return experts(rows, ids, up, down)
 
     assert "masks_removed" not in check(fn, operands()).counts
+
+
+def test_a_mask_without_gradients_stays():
+    def fn(x, router, up, down):
+        ids, order = torch.sort(routed(x, router)[1])
+        rows = x[order // TOP_K]
+        with torch.no_grad():
+            constant = rows.masked_fill((ids >= EXPERTS).unsqueeze(-1), 0.0)
+        return rows * constant
+
+    assert "masks_removed" not in check(fn, operands()).counts
+
+
+def test_what_is_filled_in_has_a_gradient():
+    def fn(x, router, up, down):
+        ids, order = torch.sort(routed(x, router)[1])
+        return x[order // TOP_K].masked_fill((ids >= EXPERTS).unsqueeze(-1), down.sum())
+
+    assert "masks_removed" not in check(fn, operands()).counts
+
+
+def test_a_sum_in_narrower_numbers_stays():
+    def fn(x, router, up, down):
+        order = routed(x, router)[1].argsort()
+        rows = x[order // TOP_K][order.argsort()]
+        return rows.view(TOKENS, TOP_K, WIDTH).sum(1, dtype=torch.float32)
+
+    torch._dynamo.reset()
+    run = compiled(fn)
+    inputs = operands()
+    got, want = (torch.autograd.grad((call(*inputs) ** 3).sum(), inputs[0])[0] for call in (run.call, fn))
+    assert torch.equal(got, want)
+    assert "rows_summed" not in run.counts
 
 
 def test_a_masked_copy_that_is_returned_stays_one():
