@@ -3,8 +3,8 @@
     python -m benchmarks.end_to_end --rows qwen3-bf16 --variants glue,inductor,flex --json build/qwen3.json
     python -m benchmarks.end_to_end_page build/*.json --page docs/end_to_end.md --svg docs/end_to_end.svg
 
-Times of different runs are not compared: each run has tables of its own, with its command. The plot has, of each row,
-the last of the given files that has glue and a peer beside it.
+Times of different runs are not compared: each run has tables of its own, with its command. The first table and the plot
+have, of each row, the last of the given files that has glue and a peer beside it.
 """
 
 from __future__ import annotations
@@ -58,13 +58,37 @@ class Run:
 
 
 def page(runs: Sequence[Run]) -> str:
-    parts = [INTRODUCTION]
-    for run in runs:
+    """Each row in the last run that has glue and a peer beside it, then all runs, the last one first."""
+    parts = [INTRODUCTION, *_summary(runs), ""]
+    for run in reversed(runs):
         made_with = ", ".join([f"torch {run.torch}", *(f"{name} {version}" for name, version in run.packages)])
         parts += [f"`{run.command}`\n", f"{run.device}, {made_with}, {run.date}.\n"]
         for row in run.rows:
             parts += [f"## {row}\n", *_table(run.of(row)), ""]
     return "\n".join(parts)
+
+
+def _summary(runs: Sequence[Run]) -> list[str]:
+    lines = [
+        "| row | glue: ms, GiB | fastest other | us/token, lengths that vary | least memory of others | run of |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row, (run, measured) in _compared(runs).items():
+        own = next(result for result in measured if result["variant"] == "glue")
+        others = [result for result in measured if not _is_own(result["variant"])]
+        fastest = min(others, key=lambda result: float(result["fixed_ms"]))
+        least = min(others, key=lambda result: float(result["peak_gib"]))
+        varying = [cell(each.get("varying_us")) for each in (own, fastest)]
+        cells = [
+            row,
+            f"**{cell(own['fixed_ms'])}**, {cell(own['peak_gib'])}",
+            f"{fastest['variant']} {cell(fastest['fixed_ms'])}, {cell(fastest['peak_gib'])}",
+            " for ".join(varying) if all(varying) else "",
+            f"{least['variant']} {cell(least['peak_gib'])}",
+            run.date,
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
 
 
 def _table(results: Sequence[dict[str, Any]]) -> list[str]:
@@ -82,13 +106,13 @@ def plot(runs: Sequence[Run]) -> str:
     """Milliseconds of a step as bars, each row on a scale of its own."""
     lines: list[str] = []
     down = 40
-    for row, results in _compared(runs).items():
+    for row, (_, results) in _compared(runs).items():
         slowest = max(result["fixed_ms"] for result in results)
         lines.append(f'<text x="10" y="{down + 12}" font-weight="bold">{escape(row)}</text>')
         for result in sorted(results, key=lambda result: float(result["fixed_ms"])):
             down += GAP
             long = result["fixed_ms"] / slowest * (WIDTH - NAME - 170)
-            color = OWN if result["variant"].startswith("glue") else OTHERS
+            color = OWN if _is_own(result["variant"]) else OTHERS
             label = f"{result['fixed_ms']:.1f} ms, {result['peak_gib']:.1f} GiB"
             lines += [
                 f'<text x="{NAME - 8}" y="{down + 12}" text-anchor="end">{escape(result["variant"])}</text>',
@@ -105,14 +129,18 @@ def plot(runs: Sequence[Run]) -> str:
     return "\n".join([*head, *lines, "</svg>"]) + "\n"
 
 
-def _compared(runs: Sequence[Run]) -> dict[str, list[dict[str, Any]]]:
-    found: dict[str, list[dict[str, Any]]] = {}
+def _is_own(variant: str) -> bool:
+    return variant.startswith(("glue", "plan"))
+
+
+def _compared(runs: Sequence[Run]) -> dict[str, tuple[Run, list[dict[str, Any]]]]:
+    found: dict[str, tuple[Run, list[dict[str, Any]]]] = {}
     for run in runs:
         for row in run.rows:
             measured = [result for result in run.of(row) if "fixed_ms" in result]
             variants = [result["variant"] for result in measured]
-            if "glue" in variants and not all(variant.startswith("glue") for variant in variants):
-                found[row] = measured
+            if "glue" in variants and not all(map(_is_own, variants)):
+                found[row] = run, measured
     return found
 
 

@@ -42,6 +42,14 @@ def test_a_row_in_which_nothing_could_be_measured_has_a_table_too(run):
     assert lines[-3:] == ["| | step ms |", "|---|---|", "| fa2 | ImportError: no a/b here |"]
 
 
+def test_the_last_run_that_compares_comes_first(run):
+    later = tuple({**result, "fixed_ms": 40.0, "varying_us": 6.0} for result in run.results[:2])
+    runs = [run, Run("2026-02-03", run.device, run.torch, run.command, later)]
+    lines = page(runs).splitlines()
+    assert "| one | **40**, 4 | inductor 40, 4 | 6 for 6 | inductor 4 | 2026-02-03 |" in lines
+    assert [line[-11:] for line in lines if line.startswith("a card")] == ["2026-02-03.", "2026-01-02."]
+
+
 def test_the_plot_has_rows_in_which_something_is_compared(run):
     found = list(ElementTree.fromstring(plot([run])).iter())
     texts = [each.text for each in found if each.text and each.text.strip()]
