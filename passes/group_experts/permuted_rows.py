@@ -117,7 +117,7 @@ class PermutedRows:
     # -- what is taken
 
     def _taken(self, node: fx.Node) -> TakenRows | None:
-        source, row = self._source_row(self.operators.value(node), node)
+        source, row = self._source_row(self.operators.value(node))
         if source is None:
             return None
         tokens = self._operand(source, node)
@@ -139,7 +139,7 @@ class PermutedRows:
         node = self.operators.operand(value, at)
         return node if node is not None and node.graph is at.graph else None
 
-    def _source_row(self, value: Value, at: fx.Node) -> tuple[Value | None, Any]:
+    def _source_row(self, value: Value) -> tuple[Value | None, Any]:
         """(``x``, ``f(row)``) where ``value[row]`` is ``x[f(row)]``, through all that is indexed by one vector."""
         row: Any = _ROW
         source: Value | None = None
@@ -244,8 +244,15 @@ class PermutedRows:
             for rows, factor in (factors, factors[::-1]):
                 weights = self._by_slot(factor, order) if isinstance(factor, Value) else None
                 if weights is not None and isinstance(rows, Value):
-                    return self._widened(rows), weights
+                    return self._saved(rows), weights
         return value, None
+
+    def _saved(self, rows: Value) -> Value:
+        """What ``rows`` is a wider copy of, if that can be kept for backward instead: nobody writes it meanwhile."""
+        source = self._widened(rows)
+        node = self.operators.node_of(source)
+        is_private = node is not None and self.operators.numbering.is_private_after(storages_of(value_of(node)), node)
+        return source if is_private else rows
 
     def _by_slot(self, factor: Value, order: Value) -> Value | None:
         """``w`` of ``w[order][:, None]``: ``[slots]`` or ``[slots, 1]``."""

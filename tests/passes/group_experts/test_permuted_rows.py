@@ -133,6 +133,19 @@ def test_few_tokens(tokens):
     check(divided, operands(tokens=tokens))
 
 
+def test_rows_that_are_written_afterwards():
+    def fn(x, router, up, down):
+        weights, ids = routed(x, router)
+        ids, order = torch.sort(ids)
+        rows = experts(x[order // TOP_K], ids, up, down)
+        out = by_token((rows.float() * weights[order].float().unsqueeze(-1))[undone(order)], x.shape[0])
+        with torch.no_grad():
+            rows.zero_()
+        return out
+
+    assert check(fn, operands(torch.bfloat16)).counts["rows_summed"] == 1
+
+
 def test_masks_that_hold_nowhere_are_removed():
     run = check(masked, operands())
     assert run.counts["masks_removed"] == 3
