@@ -115,7 +115,7 @@ def check(fn, inputs, **options):
     found = zip(result_and_gradients(run.call, inputs), result_and_gradients(fn, inputs), strict=True)
     for got, want in found:
         assert (got.dtype, got.shape, got.stride()) == (want.dtype, want.shape, want.stride())
-        torch.testing.assert_close(got, want, rtol=1e-9 if exact else 2e-2, atol=1e-9 if exact else 2e-2)
+        torch.testing.assert_close(got, want, rtol=1e-9 if exact else 5e-2, atol=1e-9 if exact else 5e-2)
     return run
 
 
