@@ -41,8 +41,10 @@ def replace_permuted_rows(
             if context.fuel.take(f"replace {each.node.name}"):
                 writer.sum(each)
                 counts["rows_summed"] += 1
-        for one in taken:  # some of which nothing needs by now
-            if not one.node._erased and context.fuel.take(f"replace {one.node.name}"):
+        for one in taken:
+            # Nothing needs some of them by now, or an order that is equal to another one's.
+            is_there = not one.node._erased and not one.order._erased
+            if is_there and context.fuel.take(f"replace {one.node.name}"):
                 writer.take(one)
                 counts["rows_taken"] += 1
         gm.recompile()

@@ -200,6 +200,43 @@ def sorted_in_rows(x, router, up, down):
     return by_token(x[order // TOP_K], x.shape[0])
 
 
+PARTS = {
+    "a slice": lambda scores: scores.argsort()[:8] // TOP_K,
+    "a slice of the index": lambda scores: (scores.argsort() // TOP_K)[:5],
+    "narrow": lambda scores: scores.argsort().narrow(0, 0, 5) // TOP_K,
+    "indexed": lambda scores: scores.argsort()[torch.arange(5)] // TOP_K,
+    "a row of a view": lambda scores: scores.argsort().view(2, TOKENS)[0] // TOP_K,
+}
+
+
+def rows_and_scores():
+    return [operands()[0], torch.randn(TOKENS * TOP_K, dtype=torch.float64)]
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_part_of_an_order_leaves_slots_out(name):
+    """There are as many rows as places, and not as slots."""
+    assert "rows_taken" not in check(lambda x, scores: x[PARTS[name](scores)], rows_and_scores()).counts
+
+
+def test_an_order_that_a_checkpointed_function_is_given_stays():
+    def fn(x, scores):
+        order = scores.argsort()
+        return torch.utils.checkpoint.checkpoint(lambda x, o: x[o // TOP_K].sin(), x, order, use_reentrant=False)
+
+    assert "rows_taken" not in check(fn, rows_and_scores(), strict=True).counts
+
+
+def test_an_inverse_that_is_sorted_once_more():
+    def fn(x, scores):
+        order = scores.argsort()
+        rows = x[order // TOP_K]
+        first = by_token(rows.sin()[order.argsort()], TOKENS)
+        return first, rows.cos()[order.argsort()].view(TOKENS, TOP_K, WIDTH).sum(1, keepdim=True)
+
+    assert check(fn, rows_and_scores(), strict=True).counts["rows_summed"] == 1
+
+
 @pytest.mark.parametrize("fn", [any_places, other_divisor, places_from_behind, written_order, sorted_in_rows])
 def test_rows_that_are_not_taken_once_stay(fn):
     counts = check(fn, operands()).counts
