@@ -58,6 +58,12 @@ KNOWN_PROBLEMS = (
     KnownProblem(
         OLDEST_TORCH,
         NEWEST_TORCH,
+        "Of two results that are equal AOTAutograd and Inductor may make one tensor, which eager mode does not.",
+        "glue copies the second when the graph has run; views of one tensor that have gradients stay as they are.",
+    ),
+    KnownProblem(
+        OLDEST_TORCH,
+        NEWEST_TORCH,
         "torch's minifier behind AOTAutograd writes scripts without glue's passes.",
         "A pass that raises: GLUE_STRICT=1 TORCHDYNAMO_REPRO_AFTER=dynamo; one that computes wrongly: glue bisect.",
     ),
