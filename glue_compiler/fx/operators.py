@@ -169,11 +169,14 @@ class Operators:
         """The mode of autograd and autocast that ``node`` runs in."""
         return self.analysis.mode_of(self._modules[node.graph], node)
 
+    def is_grad_on(self, node: fx.Node) -> bool:
+        """Are gradients recorded where ``node`` stands? Passes run in the mode around the graph."""
+        grad = self.mode(node).grad
+        return torch.is_grad_enabled() if grad is None else grad
+
     def passes_gradients(self, node: fx.Node) -> bool:
         """Does ``node`` pass gradients on to its operands, where they need any? By its mode, not by what it does."""
-        grad = self.mode(node).grad
-        is_on = torch.is_grad_enabled() if grad is None else grad
-        return is_on or not any(requires_grad(value_of(arg)) for arg in node.all_input_nodes)
+        return self.is_grad_on(node) or not any(requires_grad(value_of(arg)) for arg in node.all_input_nodes)
 
     def record(self, node: fx.Node) -> CallRecord | None:
         if node not in self._records:

@@ -120,12 +120,8 @@ class _Grouping:
 
     def _stand_together(self, sites: Sequence[Site]) -> bool:
         """Does the first of them, where the operator is written, pass gradients on if any of them does?"""
-        is_on = {site: self._is_on(site) for site in sites}
+        is_on = {site: self.operators.is_grad_on(site.node) for site in sites}
         return is_on[min(sites, key=lambda site: self.order[site.node])] or not any(is_on.values())
-
-    def _is_on(self, site: Site) -> bool:
-        grad = self.operators.mode(site.node).grad
-        return torch.is_grad_enabled() if grad is None else grad
 
     def _is_there(self, target: Value | None, site: Site) -> bool:
         """Has ``target`` been made when ``site`` comes?"""

@@ -108,8 +108,7 @@ class _Writer:
         self.make.meta = {name: node.meta[name] for name in ("stack_trace", "nn_module_stack") if name in node.meta}
 
     def _is_on(self, site: Site) -> bool:
-        grad = self.operators.mode(site.node).grad
-        return not site.is_detached and (torch.is_grad_enabled() if grad is None else grad)
+        return not site.is_detached and self.operators.is_grad_on(site.node)
 
     def _write_fused(self, group: Fused) -> None:
         site = group.site

@@ -16,7 +16,7 @@ from glue_compiler import compat
 from glue_compiler.compat.operator_calls import call_of
 from glue_compiler.fx.effects import EffectAnalysis
 from glue_compiler.fx.operators import Call, Operators
-from glue_compiler.fx.values import requires_grad, value_of
+from glue_compiler.fx.values import requires_grad, storages_of, value_of
 from glue_compiler.passes.group_experts.plan import GroupedLoop, LeftAlone, RoutedRows, SortedRows
 from glue_compiler.passes.group_experts.steps import (
     AllRows,
@@ -84,6 +84,20 @@ class Emitter:
             value = call_of(node, args, kwargs)
         node.meta.update(self.meta, example_value=value)
         return node
+
+
+def after(node: fx.Node) -> fx.Node:
+    """Where what reads ``node`` as it is made may stand; inputs come first."""
+    following = node.next
+    while following.op == "placeholder":
+        following = following.next
+    return following
+
+
+def saved_weights(emit: Emitter, operators: Operators, weights: fx.Node, at: fx.Node) -> fx.Node:
+    """What is replaced saves weights for backward in the order of the rows, copies: they may be written afterwards."""
+    is_private = operators.numbering.is_private_after(storages_of(value_of(weights)), at)
+    return weights if is_private or not emit.grad else emit.call(_glue.private_copy.default, weights)
 
 
 class GroupedBody:

@@ -70,6 +70,13 @@ def may_take_rows(node: fx.Node) -> bool:
     )
 
 
+def sort_of(operators: Operators, value: Value) -> Call | None:
+    """The operator that sorts, if ``value`` is the places that it gives."""
+    call = operators.does(value)
+    sorts = call is not None and (call.operator is aten.argsort or (call.operator is aten.sort and value.leaf == 1))
+    return call if sorts else None
+
+
 class PermutedRows:
     """Reads one graph."""
 
@@ -177,11 +184,7 @@ class PermutedRows:
 
     def _order(self, value: Value | None) -> Value | None:
         """``value``, if it holds each number below its length once: the places of a sort."""
-        call = self.operators.does(value) if value is not None else None
-        if call is None or value is None:
-            return None
-        sorts = call.operator is aten.argsort or (call.operator is aten.sort and value.leaf == 1)
-        return value if sorts else None
+        return value if value is not None and sort_of(self.operators, value) is not None else None
 
     # -- what is added up
 
@@ -271,9 +274,10 @@ class PermutedRows:
 
     def _undone(self, inverse: Value) -> Value | None:
         """The ``order`` of which ``inverse[order[i]]`` is ``i`` for all ``i``."""
+        sort = sort_of(self.operators, inverse)
+        if sort is not None:  # of the places of another one
+            return None if sort.arguments["descending"] else self._order(sort.arguments["self"])
         call = self.operators.does(inverse)
-        if self._order(inverse) is not None and call is not None:  # places of the sorted places
-            return None if call.arguments["descending"] else self._order(call.arguments["self"])
         if inverse.step == FOUND:
             writers = [write.writer for write in self.operators.numbering.writes if write.time == inverse.since]
             calls = self.operators.calls(writers[0]) if len(writers) == 1 and writers[0] is not None else None

@@ -22,6 +22,7 @@ from glue_compiler.passes.group_experts.copies import Fill, fill_of
 from glue_compiler.passes.group_experts.counts import CountSum, HostNumbers, RowCounts, Total
 from glue_compiler.passes.group_experts.ends import joined
 from glue_compiler.passes.group_experts.expert_bodies import BodyMatcher
+from glue_compiler.passes.group_experts.permuted_rows import sort_of
 from glue_compiler.passes.group_experts.pieces import ExpertPieces, Piece, Pieces, PieceWrite
 from glue_compiler.passes.group_experts.plan import Concatenation, GroupedLoop, LeftAlone, Plan, SortedRows
 from glue_compiler.passes.group_experts.steps import AllRows, Product, Step
@@ -170,11 +171,13 @@ class _Reader:
                     continue
             is_new = fill_of(operators, into) is not None
             same = is_new and operators.meta(into).shape[0] == expression(value_of(whole).shape[0])
-            call, index = operators.does(order), operators.meta(order)
-            sorts = call is not None and (
-                call.operator is aten.argsort or (call.operator is aten.sort and order.leaf == 1)
-            )
-            if same and sorts and index.rank == 1 and bool(self._size(index.shape[0]) == all_rows):
+            index = operators.meta(order)
+            if (
+                same
+                and sort_of(operators, order) is not None
+                and index.rank == 1
+                and bool(self._size(index.shape[0]) == all_rows)
+            ):
                 return True
         return False
 

@@ -19,8 +19,8 @@ from glue_compiler.capture.regions import HITS, NonEmptyBranch, SpeculativeRegio
 from glue_compiler.compat import equal_sizes
 from glue_compiler.fx.effects import EffectAnalysis, Kind
 from glue_compiler.fx.operators import Operators
-from glue_compiler.fx.values import expression, storages_of, value_of
-from glue_compiler.passes.group_experts.grouped_body import Emitter, GroupedBody
+from glue_compiler.fx.values import expression, value_of
+from glue_compiler.passes.group_experts.grouped_body import Emitter, GroupedBody, after, saved_weights
 from glue_compiler.passes.group_experts.plan import (
     Combination,
     Concatenation,
@@ -103,7 +103,11 @@ class LoopWriter:
         order, inverse, _, offsets = (emit.call(operator.getitem, sort, i) for i in range(4))
         body = GroupedBody(emit, self.operators, loop, offsets, order, inverse)
         computed = body.compute(end.summed.step)
-        scale = self._saved(emit, body.weights_by_slot(end.weights), loop) if end.weights is not None else None
+        scale = (
+            saved_weights(emit, self.operators, body.weights_by_slot(end.weights), loop.place)
+            if end.weights is not None
+            else None
+        )
         # The sum over slots is taken in fp32 and rounded once, which the loop did after each expert.
         arguments = (computed, order, inverse, offsets, rows.top_k, scale, value_of(end.accumulator).dtype)
         combined = emit.call(_glue.expert_combine.default, *arguments)
@@ -113,11 +117,6 @@ class LoopWriter:
         if not replaces and not end.adds:
             raise LeftAlone("the tensor that is assigned to has another layout than what would replace it")
         return lambda: self._put_back(emit, end, combined, replaces)
-
-    def _saved(self, emit: Emitter, weights: fx.Node, loop: GroupedLoop) -> fx.Node:
-        """The loop saves copies of the weights for backward, of each expert's rows: they may be written afterwards."""
-        is_private = self.operators.numbering.is_private_after(storages_of(value_of(weights)), loop.place)
-        return weights if is_private or not emit.grad else emit.call(_glue.private_copy.default, weights)
 
     def _put_back(self, emit: Emitter, end: Combination, combined: fx.Node, replaces: bool) -> None:
         accumulator, result = end.accumulator, combined
@@ -164,7 +163,7 @@ class LoopWriter:
         """Where each expert's rows end; written as early as can be, for the loops that follow."""
         key = (rows.counts, rows.num_experts)
         if key not in self.offsets:
-            with self.graph.inserting_before(_after(rows.counts)):
+            with self.graph.inserting_before(after(rows.counts)):
                 counts = rows.counts
                 if value_of(counts).shape[0] != rows.num_experts:
                     counts = emit.method("narrow", counts, 0, 0, rows.num_experts)
@@ -210,14 +209,6 @@ def _is_alike(first: torch.Tensor, second: torch.Tensor) -> bool:
         for t in (first, second)
     ]
     return described[0] == described[1]
-
-
-def _after(node: fx.Node) -> fx.Node:
-    """Where what reads ``node`` as it is made may stand; inputs come first."""
-    following = node.next
-    while following.op == "placeholder":
-        following = following.next
-    return following
 
 
 def _check_counts(emit: Emitter, rows: SortedRows) -> None:

@@ -10,9 +10,9 @@ from torch import fx
 
 from glue_compiler.fx.dead_nodes import erase_dead
 from glue_compiler.fx.operators import Operators
-from glue_compiler.fx.values import storages_of, value_of
+from glue_compiler.fx.values import value_of
 from glue_compiler.graph_pass import PassContext
-from glue_compiler.passes.group_experts.grouped_body import Emitter
+from glue_compiler.passes.group_experts.grouped_body import Emitter, after, saved_weights
 from glue_compiler.passes.group_experts.permuted_rows import PermutedRows, SummedRows, TakenRows
 
 aten, _glue = torch.ops.aten, torch.ops.glue
@@ -22,21 +22,18 @@ def replace_permuted_rows(
     read: Callable[[], Mapping[fx.GraphModule, Operators]], context: PassContext, counts: Counter[str]
 ) -> None:
     """``read``: each graph module as it is then. Counts ``masks_removed``, ``rows_taken`` and ``rows_summed``."""
-    operators = read()
-    found = {gm: list(PermutedRows(gm, operators[gm]).taken()) for gm in operators}
-    masks = [each for gm in operators if found[gm] for each in PermutedRows(gm, operators[gm]).idle_masks()]
+    found = _taken(read())
+    masks = [each for rows in found for each in rows.idle_masks()]
     for node, source in masks:
         if context.fuel.take(f"remove {node.name}"):
             node.replace_all_uses_with(source)
             node.graph.erase_node(node)
             counts["masks_removed"] += 1
     if masks:
-        operators = read()
-    for gm in operators if any(found.values()) else ():
-        rows = PermutedRows(gm, operators[gm])
-        taken = list(rows.taken())
+        found = _taken(read())
+    for rows, taken in found.items():
         sums = list(rows.summed(taken))
-        writer = _Writer(gm, operators[gm])
+        writer = _Writer(rows.gm, rows.operators)
         for each in sums:
             if context.fuel.take(f"replace {each.node.name}"):
                 writer.sum(each)
@@ -47,7 +44,13 @@ def replace_permuted_rows(
             if is_there and context.fuel.take(f"replace {one.node.name}"):
                 writer.take(one)
                 counts["rows_taken"] += 1
-        gm.recompile()
+        rows.gm.recompile()
+
+
+def _taken(operators: Mapping[fx.GraphModule, Operators]) -> dict[PermutedRows, list[TakenRows]]:
+    """Of each graph module that takes rows; what is read of it otherwise, too."""
+    readers = [PermutedRows(gm, operators[gm]) for gm in operators]
+    return {rows: taken for rows in readers if (taken := list(rows.taken()))}
 
 
 class _Writer:
@@ -70,7 +73,9 @@ class _Writer:
         places = self._places(emit, rows.order)
         with self.gm.graph.inserting_before(rows.node):
             source = self.replaced.get(rows.rows, rows.rows)
-            weights = self._saved(emit, rows.weights, rows.node) if rows.weights is not None else None
+            weights = rows.weights
+            if weights is not None:
+                weights = saved_weights(emit, self.operators, weights, rows.node)
             dtype = value_of(rows.node).dtype
             made = emit.call(_glue.expert_combine.default, source, *places, rows.top_k, weights, dtype)
         self._replace(rows.node, made)
@@ -81,25 +86,15 @@ class _Writer:
     def _places(self, emit: Emitter, order: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
         """As ``expert_sort`` gives them: the slot of each row, the row of each slot, and where the rows end."""
         if order not in self.places:
-            with self.gm.graph.inserting_after(order):
+            kind = {"dtype": torch.int32, "device": value_of(order).device}
+            with self.gm.graph.inserting_before(after(order)):
                 narrow = emit.method("to", order, torch.int32)
-            with self.gm.graph.inserting_after(narrow):
                 slots = emit.size(order, 0)
-            last = slots if isinstance(slots, fx.Node) else narrow
-            device = value_of(order).device
-            with self.gm.graph.inserting_after(last):
-                numbers = emit.call(torch.arange, slots, dtype=torch.int32, device=device)
-            with self.gm.graph.inserting_after(numbers):
+                numbers = emit.call(torch.arange, slots, **kind)
                 inverse = emit.call(aten.scatter.src, numbers, 0, order, numbers)
-            with self.gm.graph.inserting_after(inverse):
-                ends = emit.call(torch.full, (1,), slots, dtype=torch.int32, device=device)
+                ends = emit.call(torch.full, (1,), slots, **kind)
             self.places[order] = narrow, inverse, ends
         return self.places[order]
-
-    def _saved(self, emit: Emitter, weights: fx.Node, at: fx.Node) -> fx.Node:
-        """Eager mode saves the weights in the order of the rows, a copy: who has them may write them afterwards."""
-        is_private = self.operators.numbering.is_private_after(storages_of(value_of(weights)), at)
-        return weights if is_private else emit.call(_glue.private_copy.default, weights)
 
     def _replace(self, node: fx.Node, made: fx.Node) -> None:
         read = node.all_input_nodes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 
 from glue_compiler.fx.operators import FOUND, Operators, Value
@@ -41,8 +40,7 @@ class Gradients:
 
     def are_on(self, node: fx.Node) -> bool:
         """Does what is computed in the place of ``node`` pass gradients on?"""
-        grad = self.operators.mode(node).grad
-        return torch.is_grad_enabled() if grad is None else grad  # passes run in the mode around the graph
+        return self.operators.is_grad_on(node)
 
     def may_save(self, *nodes: fx.Node) -> bool:
         """Will backward find in the memory of all ``nodes`` what the output finds there, or leaves there?"""
