@@ -13,6 +13,7 @@ from glue_compiler.compat import graph_inputs, inductor, partition, step_records
 from glue_compiler.fx.snapshots import Snapshot
 from glue_compiler.graph_pass import Prologue
 from glue_compiler.ops.batch_memo import BatchMemo, memoized
+from glue_compiler.ops.opaque import call_directly
 from glue_compiler.options import GlueOptions
 
 HandOff = Callable[..., Callable[..., Any]]
@@ -43,7 +44,7 @@ def hand_off(
 
     def compiled(key: bytes | None) -> Callable[..., Any]:
         # config_patches, and not a context manager around the call: the backward is compiled after it has returned.
-        patches = {**options.inductor, **compat.cache_key_patch(key, options.inductor)}
+        patches = {**options.inductor, **compat.post_grad_patch(key, call_directly, options.inductor)}
         if edit_pair is not None:
             patches |= partition.partition_patch(key, edit_pair, options.inductor)
         return compat.compile_with_inductor(gm, inputs, patches)

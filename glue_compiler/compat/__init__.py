@@ -44,8 +44,7 @@ from glue_compiler.compat.harmless_values import (
     unknown_value,
 )
 from glue_compiler.compat.inductor import (
-    CacheKeyPass,
-    cache_key_patch,
+    PostGradPass,
     checked_inductor_option,
     compile_as_torch_does,
     compile_with_inductor,
@@ -53,6 +52,7 @@ from glue_compiler.compat.inductor import (
     inductor_mode_options,
     inductor_option_names,
     is_inductor_option,
+    post_grad_patch,
 )
 from glue_compiler.compat.known_index import known_index
 from glue_compiler.compat.symbols import (
@@ -88,7 +88,7 @@ from glue_compiler.compat.tracing import (
 from glue_compiler.compat.versions import NEWEST_TORCH, OLDEST_TORCH, hash_of_files, version_at_least, warn_if_untested
 
 __all__ = [
-    "CacheKeyPass",
+    "PostGradPass",
     "FrameHook",
     "NEWEST_TORCH",
     "OLDEST_TORCH",
@@ -96,7 +96,7 @@ __all__ = [
     "TracingObserver",
     "appended_list",
     "bodies_around",
-    "cache_key_patch",
+    "post_grad_patch",
     "checked_inductor_option",
     "compile_as_torch_does",
     "compile_with_inductor",

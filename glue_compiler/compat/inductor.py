@@ -108,38 +108,48 @@ def compile_as_torch_does(name: str, gm: fx.GraphModule, inputs: Sequence[Any]) 
     return compiled
 
 
-def cache_key_patch(uuid: bytes | None, options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Inductor options that put ``uuid`` into the keys of its caches and of AOTAutograd's (None: bypass them).
+def post_grad_patch(
+    uuid: bytes | None, edit: Callable[[fx.Graph], None], options: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """Inductor options that run ``edit`` on each graph that Inductor is given, and put ``uuid`` into the keys of its
+    caches and of AOTAutograd's (None: bypass them).
 
-    Inductor hashes the ``uuid()`` of custom passes, so a pass that does nothing carries ours. It goes beside the pass
-    that the user has set, in ``options`` or in Inductor's config.
+    Inductor hashes the ``uuid()`` of custom passes. Ours goes beside the pass that the user has set, in ``options`` or
+    in Inductor's config.
     """
     from torch._inductor import config
 
     existing = options.get("post_grad_custom_pre_pass", config.post_grad_custom_pre_pass)
-    key = CacheKeyPass(uuid)
+    ours = PostGradPass(uuid, edit)
     if existing is None:
-        return {"post_grad_custom_pre_pass": key}
+        return {"post_grad_custom_pre_pass": ours}
     if version_at_least(2, 13):  # lists of passes came with 2.13
         passes = list(existing) if isinstance(existing, list | tuple) else [existing]
-        return {"post_grad_custom_pre_pass": [*passes, key]}
-    return {"post_grad_custom_pre_pass": CacheKeyPass(uuid, existing)}
+        return {"post_grad_custom_pre_pass": [*passes, ours]}
+    return {"post_grad_custom_pre_pass": PostGradPass(uuid, edit, existing)}
 
 
 _custom_passes = getattr(torch._inductor, "custom_graph_pass", None)
 _CustomGraphPass: Any = getattr(_custom_passes, "CustomGraphPass", object)
 
 
-class CacheKeyPass(_CustomGraphPass):
-    """A post-grad pass that changes nothing and whose uuid is glue's part of the cache key."""
+class PostGradPass(_CustomGraphPass):
+    """A post-grad pass whose uuid is glue's part of the cache key."""
 
-    def __init__(self, key: bytes | None, inner: Callable[[fx.Graph], None] | None = None) -> None:
+    def __init__(
+        self,
+        key: bytes | None,
+        edit: Callable[[fx.Graph], None],
+        inner: Callable[[fx.Graph], None] | None = None,
+    ) -> None:
         self.key = key
+        self.edit = edit
         self.inner = inner
 
     def __call__(self, graph: fx.Graph) -> None:
         if self.inner is not None:
             self.inner(graph)
+        self.edit(graph)
 
     def uuid(self) -> Any | None:
         return uuid_beside(self.key, self.inner)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from glue_compiler.compat import wrapper_tensors
 from glue_compiler.ops.composite import composite
+from glue_compiler.ops.opaque import opaque
 
 _LEAST = 2**22
 """Numbers in a table, from which on its gradient is left to torch's kernel: 16 MiB in fp32."""
@@ -65,7 +66,7 @@ class _Embedding(torch.autograd.Function):
         return backward(grad, indices, *ctx.settings), None, None, None
 
 
-@torch.library.custom_op("glue::embedding_gradient", mutates_args=())
+@opaque("embedding_gradient")
 def embedding_gradient(
     grad: Tensor, indices: Tensor, rows: int, padding_idx: int = -1, scale_grad_by_freq: bool = False
 ) -> Tensor:

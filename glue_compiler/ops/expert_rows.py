@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from glue_compiler.ops.kernel_support import runs_triton, with_dense_rows
+from glue_compiler.ops.opaque import opaque
 
 
 def _accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -33,7 +34,7 @@ def _check(
         raise ValueError(f"{name}: weights must be floating point, got {weights.dtype}")
 
 
-@torch.library.custom_op("glue::expert_gather", mutates_args=())
+@opaque("expert_gather")
 def expert_gather(
     tokens: Tensor, order: Tensor, inverse: Tensor, offsets: Tensor, top_k: int, weights: Tensor | None = None
 ) -> Tensor:
@@ -73,7 +74,7 @@ def _(tokens, order, inverse, offsets, top_k, weights=None):  # type: ignore[no-
     return tokens.new_empty(order.shape[0], tokens.shape[1])
 
 
-@torch.library.custom_op("glue::expert_combine", mutates_args=())
+@opaque("expert_combine")
 def expert_combine(
     rows: Tensor,
     order: Tensor,
@@ -123,7 +124,7 @@ def _(rows, order, inverse, offsets, top_k, weights=None, out_dtype=None):  # ty
     return rows.new_empty(rows.shape[0] // top_k, rows.shape[1], dtype=out_dtype or rows.dtype)
 
 
-@torch.library.custom_op("glue::expert_dot", mutates_args=())
+@opaque("expert_dot")
 def expert_dot(
     rows: Tensor, tokens: Tensor, order: Tensor, inverse: Tensor, offsets: Tensor, top_k: int, out_dtype: torch.dtype
 ) -> Tensor:

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from glue_compiler.ops.kernel_support import runs_triton
+from glue_compiler.ops.opaque import opaque
 
 
-@torch.library.custom_op("glue::expert_sort", mutates_args=())
+@opaque("expert_sort")
 def expert_sort(expert_ids: Tensor, num_experts: int, k_major: bool = True) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Stable counting sort of routed slots by expert.
 

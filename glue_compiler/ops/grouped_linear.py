@@ -11,9 +11,10 @@ from glue_compiler.ops import grouped_mm, quack_products
 from glue_compiler.ops.autocast import run_in_autocast_dtype
 from glue_compiler.ops.grouped_rows import grouped_sum
 from glue_compiler.ops.kernel_support import runs_triton
+from glue_compiler.ops.opaque import opaque
 
 
-@torch.library.custom_op("glue::grouped_linear", mutates_args=())
+@opaque("grouped_linear")
 def grouped_linear(
     x: Tensor,
     weight: Tensor,
@@ -63,7 +64,7 @@ def _(x, weight, offsets, bias=None, transposed=False, packages=True):  # type: 
     return x.new_empty(x.shape[0], weight.shape[2 if transposed else 1])
 
 
-@torch.library.custom_op("glue::grouped_outer", mutates_args=())
+@opaque("grouped_outer")
 def grouped_outer(left: Tensor, right: Tensor, offsets: Tensor, packages: bool = True) -> Tensor:
     """``out[e] = left[rows of e].T @ right[rows of e]``: the gradient of stacked weights.
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from glue_compiler.ops.autocast import run_in_autocast_dtype
 from glue_compiler.ops.grouped_linear import check_rows, grouped_outer, reference_linear
 from glue_compiler.ops.grouped_rows import grouped_sum
 from glue_compiler.ops.kernel_support import runs_triton
+from glue_compiler.ops.opaque import opaque
 
 
-@torch.library.custom_op("glue::grouped_linear_list", mutates_args=())
+@opaque("grouped_linear_list")
 def grouped_linear_list(
     x: Tensor, weights: list[Tensor], offsets: Tensor, biases: list[Tensor], transposed: bool = False
 ) -> Tensor:

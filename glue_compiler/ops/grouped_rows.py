@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from glue_compiler.ops.kernel_support import runs_triton, with_dense_rows
+from glue_compiler.ops.opaque import opaque
 
 
-@torch.library.custom_op("glue::grouped_sum", mutates_args=())
+@opaque("grouped_sum")
 def grouped_sum(rows: Tensor, offsets: Tensor) -> Tensor:
     """``out[e] = rows[rows of e].sum(0)``: the gradient of per-expert biases.
 
@@ -44,7 +45,7 @@ def _(rows, offsets):  # type: ignore[no-untyped-def]
     return rows.new_empty(offsets.shape[0], rows.shape[1])
 
 
-@torch.library.custom_op("glue::grouped_repeat", mutates_args=())
+@opaque("grouped_repeat")
 def grouped_repeat(values: Tensor, offsets: Tensor, rows: int) -> Tensor:
     """``out[i] = values[expert of row i]``, for ``values[e]`` in a lifted loop body.
 

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from glue_compiler.ops.linear_logits import LinearLogits, OperandGradients, accumulator_dtype, logits_dtype
+from glue_compiler.ops.opaque import opaque
 from glue_compiler.ops.row_losses import CrossEntropy, Scores
 
 
-@torch.library.custom_op("glue::linear_cross_entropy", mutates_args=())
+@opaque("linear_cross_entropy")
 def linear_cross_entropy(
     rows: list[Tensor],
     weights: list[Tensor],
@@ -74,7 +75,7 @@ def _(  # type: ignore[no-untyped-def]
     return loss, predictions, empty_gradients(rows, weights, bias, wanted)
 
 
-@torch.library.custom_op("glue::linear_cross_entropy_gradients", mutates_args=())
+@opaque("linear_cross_entropy_gradients")
 def linear_cross_entropy_gradients(
     upstream: Tensor,
     rows: list[Tensor],

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from glue_compiler.ops.linear_cross_entropy import check_operands, check_targets, empty_gradients
 from glue_compiler.ops.linear_logits import LinearLogits, OperandGradients, accumulator_dtype, logits_dtype
+from glue_compiler.ops.opaque import opaque
 from glue_compiler.ops.row_losses import RowStatistics, Scores
 
 NAMES = ("logsumexp", "target_logit", "sum", "entropy", "argmax")
 
 
-@torch.library.custom_op("glue::linear_row_statistics", mutates_args=())
+@opaque("linear_row_statistics")
 def linear_row_statistics(
     rows: list[Tensor],
     weights: list[Tensor],
@@ -66,7 +67,7 @@ def _(rows, weights, bias, target, scale, softcap, dtype, wants):  # type: ignor
     return _empty(rows, bias, dtype, wants)
 
 
-@torch.library.custom_op("glue::linear_row_statistics_gradients", mutates_args=())
+@opaque("linear_row_statistics_gradients")
 def linear_row_statistics_gradients(
     upstream: list[Tensor],
     upstream_wants: Sequence[bool],

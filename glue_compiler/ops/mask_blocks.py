@@ -9,6 +9,7 @@ from torch import Tensor
 
 from glue_compiler.ops.document_blocks import BLOCK, listed
 from glue_compiler.ops.kernel_support import runs_triton
+from glue_compiler.ops.opaque import opaque
 
 Kind = Literal["shows", "hides", "added"]
 """What an element says of its query and key. ``shows``: True, the key may be seen. ``hides``: True, it is hidden.
@@ -24,7 +25,7 @@ def hidden_below(dtype: torch.dtype) -> float:
     return max(torch.finfo(dtype).min, -1e9)
 
 
-@torch.library.custom_op("glue::mask_blocks", mutates_args=())
+@opaque("mask_blocks")
 def mask_blocks(mask: Tensor, queries: int, keys: int, kind: str, empty_rows: str) -> list[Tensor]:
     """Which blocks of 128 queries and 128 keys an attention under ``mask`` has to visit. No host synchronisation.
 
@@ -110,7 +111,7 @@ def _read(mask: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor]:
     return blocks.any(-1).any(3), blocks.all(-1).all(3), rows
 
 
-@torch.library.custom_op("glue::row_offsets", mutates_args=())
+@opaque("row_offsets")
 def row_offsets(mask: Tensor, bias: Tensor, kind: str) -> Tensor:
     """The largest number that ``bias`` adds to a score that a boolean mask leaves, for each query.
 

@@ -34,6 +34,7 @@ from glue_compiler.ops.document_blocks import (
     is_visible_and_seen,
     visible_range,
 )
+from glue_compiler.ops.opaque import opaque
 from glue_compiler.ops.varlen_attention import varlen_attention, varlen_attention_with_sinks
 
 
@@ -56,7 +57,7 @@ def document_offsets(starts: Tensor) -> Tensor:
     return offsets.scatter(0, entry, torch.where(starts, token, tokens))
 
 
-@torch.library.custom_op("glue::exact_document_offsets", mutates_args=())
+@opaque("exact_document_offsets")
 def exact_document_offsets(starts: Tensor) -> Tensor:
     """``document_offsets`` without empty documents: int32 ``[documents + 1]``.
 
@@ -110,7 +111,7 @@ def document_blocks(
     return materialized([first, last, *queries, *keys])
 
 
-@torch.library.custom_op("glue::block_lists_of_seen", mutates_args=())
+@opaque("block_lists_of_seen")
 def opaque_block_lists_of_seen(first: Tensor, last: Tensor, seen: Tensor) -> list[Tensor]:
     """:func:`block_lists_of_seen`, for lengths that are symbols: Inductor of torch 2.11 fails on the square of their
     number of blocks (``CantSplit``)."""
@@ -124,7 +125,7 @@ def _(first: Tensor, last: Tensor, seen: Tensor) -> list[Tensor]:
     return [torch.empty_like(each) for _ in range(4) for each in (counts, indices)]
 
 
-@torch.library.custom_op("glue::materialized", mutates_args=())
+@opaque("materialized")
 def materialized(tensors: list[Tensor]) -> list[Tensor]:
     """Contiguous copies. To Inductor the operator is opaque, so they end in memory, with these strides.
 

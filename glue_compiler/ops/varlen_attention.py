@@ -11,9 +11,10 @@ from torch import Tensor
 
 from glue_compiler.compat import attention
 from glue_compiler.ops import flash_attn4
+from glue_compiler.ops.opaque import opaque
 
 
-@torch.library.custom_op("glue::varlen_attention", mutates_args=())
+@opaque("varlen_attention")
 def varlen_attention(
     query: Tensor,
     key: Tensor,
@@ -68,7 +69,7 @@ def _(query, key, value, cu_seqlens, max_seqlen, is_causal, window, scale, imple
     return torch.empty_like(query, memory_format=torch.contiguous_format), _new_logsumexp(query)
 
 
-@torch.library.custom_op("glue::varlen_attention_backward", mutates_args=())
+@opaque("varlen_attention_backward")
 def varlen_attention_backward(
     grad: Tensor,
     query: Tensor,
