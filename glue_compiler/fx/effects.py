@@ -91,7 +91,10 @@ _KNOWN_NAMESPACES = {"aten", "prims", "prim"}
 # What a collective gives is there once this has run: for readers, as if it were written then, though no schema says so.
 _WAIT = "_c10d_functional::wait_tensor"
 # Those of glue's own that compute their results from their operands alone, for a batch's metadata.
-_KNOWN_OPERATORS = {"glue::block_lists_of_seen", "glue::mask_blocks", "glue::materialized", "glue::row_offsets"}
+_KNOWN_OPERATORS = {
+    *("glue::block_lists_of_seen", "glue::mask_blocks", "glue::mask_in_whole_blocks", "glue::materialized"),
+    "glue::row_offsets",
+}
 
 
 _PLAIN = (torch.Tensor, *Symbolic, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout)

@@ -7,6 +7,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from glue_compiler.compat.symbols import size_when_traced
 from glue_compiler.ops.document_blocks import BLOCK, listed
 from glue_compiler.ops.kernel_support import runs_triton
 from glue_compiler.ops.opaque import opaque
@@ -18,6 +19,10 @@ Kind = Literal["shows", "hides", "added"]
 EmptyRows = Literal["zeros", "mean", "nan"]
 """What a query gets that sees no key at all. ``zeros``: what ``scaled_dot_product_attention`` gives. ``mean``: the mean
 of all values, as from a softmax of scores that are all one finite number. ``nan``: as from one of minus infinities."""
+
+_HIDING: dict[str, bool | float] = {"shows": False, "hides": True, "added": float("-inf")}
+_LEAST = 512
+"""Queries, from which on copies of operands of an attention are small beside what they save."""
 
 
 def hidden_below(dtype: torch.dtype) -> float:
@@ -39,9 +44,10 @@ def mask_blocks(mask: Tensor, queries: int, keys: int, kind: str, empty_rows: st
     Returns:
         Counts ``[b, h, blocks]`` and indices ``[b, h, blocks, blocks]`` of four lists, int32, where b and h are the
         mask's own batch and heads, or 1: for each block of queries the blocks of keys that are seen in part, and those
-        seen in full; for each block of keys the same blocks of queries. Then bool ``[b, h, Q]``: the queries that see
-        no key; for ``added`` those whose numbers are all minus infinity. For ``added`` there follows ``[b, h, Q]`` in
-        the mask's dtype: the largest number of each query, 0 where that is infinite.
+        seen in full; for each block of keys the same blocks of queries. Then bool ``[b, h, blocks * 128]``: the queries
+        that see no key, False behind Q; for ``added`` those whose numbers are all minus infinity. For ``added`` there
+        follows ``[b, h, blocks * 128]`` in the mask's dtype: the largest number of each query, 0 where that is infinite
+        and behind Q.
 
         A number that is added stays to be added in all blocks; those are "in full" that reach over no end of the
         matrix. Blocks of hidden keys are left out unless one of their queries sees no other key and gets a mean,
@@ -54,15 +60,20 @@ def mask_blocks(mask: Tensor, queries: int, keys: int, kind: str, empty_rows: st
     """
     _check(mask, kind, empty_rows)
     mask = as_four(mask)
-    shape = (*mask.shape[:2], queries, keys)
-    seen, whole, rows = _read(mask.expand(shape), kind)
+    mask = mask.expand(*mask.shape[:2], queries, keys)
+    has_mean = empty_rows == "mean" or kind == "added"
+    if runs_triton(mask) and mask.numel():
+        from glue_compiler.ops import mask_blocks_triton
+
+        return mask_blocks_triton.lists(mask, kind, has_mean)
+    seen, whole, rows = _read(mask, kind)
     if kind == "added":
         empty, hidden = rows == float("-inf"), rows <= hidden_below(mask.dtype)
         of_rows = [empty, torch.where(rows.isfinite(), rows, 0)]
     else:
         hidden = ~rows
         of_rows = [hidden]
-    if empty_rows == "mean" or kind == "added":
+    if has_mean:
         # A row of nothing but numbers that hide is a softmax of those numbers: all of its keys count.
         visits_all = torch.nn.functional.pad(hidden, (0, -queries % BLOCK)).unflatten(-1, (-1, BLOCK)).any(-1)
         seen, whole = seen | visits_all[..., None], whole & ~visits_all[..., None]
@@ -71,6 +82,7 @@ def mask_blocks(mask: Tensor, queries: int, keys: int, kind: str, empty_rows: st
         whole = seen & complete[0][:, None] & complete[1]
     part = seen & ~whole
     blocks = (part, whole, part.transpose(-1, -2), whole.transpose(-1, -2))
+    of_rows = [torch.nn.functional.pad(each, (0, -queries % BLOCK)) for each in of_rows]
     return [*(each.contiguous() for each_list in blocks for each in listed(each_list)), *of_rows]
 
 
@@ -86,8 +98,48 @@ def _(mask: Tensor, queries: int, keys: int, kind: str, empty_rows: str) -> list
                 mask.new_empty(batch, heads, rows, dtype=torch.int32),
                 mask.new_empty(batch, heads, rows, columns, dtype=torch.int32),
             ]
-    found.append(mask.new_empty(batch, heads, queries, dtype=torch.bool))
-    return [*found, mask.new_empty(batch, heads, queries)] if kind == "added" else found
+    found.append(mask.new_empty(batch, heads, of_queries * BLOCK, dtype=torch.bool))
+    return [*found, mask.new_empty(batch, heads, of_queries * BLOCK)] if kind == "added" else found
+
+
+def whole_blocks_pay(queries: int | torch.SymInt, keys: int | torch.SymInt, device: torch.device) -> bool:
+    """Are kernels faster with ``mask_in_whole_blocks``?
+
+    Where they do not know that a length is a multiple of their blocks, they take each index modulo it, after which
+    Triton reads the elements of a mask one by one: ten times the time, of all masks that add numbers.
+    """
+    known = [size_when_traced(size) for size in (queries, keys)]
+    is_long = all(size is not None and size >= _LEAST for size in known)
+    is_whole = all(isinstance(size, int) and size % BLOCK == 0 for size in (queries, keys))
+    return device.type == "cuda" and known[0] == known[1] and is_long and not is_whole
+
+
+@opaque("mask_in_whole_blocks")
+def mask_in_whole_blocks(mask: Tensor, queries: int, keys: int, kind: str) -> Tensor:
+    """A copy of ``mask`` whose sizes Q and K are rounded up to multiples of 128; what it says there hides.
+
+    Args: as of ``mask_blocks``.
+
+    Returns:
+        Contiguous ``[b, h, q, k]`` in the mask's dtype; b, h and q are 1 where the mask has one element for all.
+    """
+    _check(mask, kind, "zeros")
+    mask = as_four(mask)
+    copy = mask.new_full(_in_whole_blocks(mask, queries, keys), _HIDING[kind])
+    copy[:, :, : mask.shape[2], :keys] = mask
+    return copy
+
+
+@mask_in_whole_blocks.register_fake
+def _(mask: Tensor, queries: int, keys: int, kind: str) -> Tensor:
+    _check(mask, kind, "zeros")
+    return mask.new_empty(_in_whole_blocks(as_four(mask), queries, keys))
+
+
+def _in_whole_blocks(four: Tensor, queries: int, keys: int) -> tuple[int, ...]:
+    of_queries, of_keys = ((size + BLOCK - 1) // BLOCK * BLOCK for size in (queries, keys))
+    is_of_all = isinstance(four.shape[2], int) and four.shape[2] == 1
+    return (*four.shape[:2], 1 if is_of_all else of_queries, of_keys)
 
 
 def _read(mask: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -97,10 +149,6 @@ def _read(mask: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor]:
         bool ``[b, h, Q blocks, K blocks]``: some key is seen by some query; every key by every query, in blocks that
         reach over no end. ``[b, h, Q]``: whether a query sees a key; for ``added`` its largest number.
     """
-    if runs_triton(mask):
-        from glue_compiler.ops import mask_blocks_triton
-
-        return mask_blocks_triton.read(mask, kind)
     if kind == "added":
         visible, rows = ~(mask <= hidden_below(mask.dtype)), mask.amax(-1)
     else:

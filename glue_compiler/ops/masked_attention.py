@@ -18,7 +18,8 @@ from glue_compiler.ops.packed_attention import beside_sinks, sinks_of_queries
 
 @composite(
     "(Tensor query, Tensor key, Tensor value, Tensor mask, Tensor[] lists, str kind, str empty_rows, "
-    "float? scale=None, float? softcap=None, Tensor? sinks=None, Tensor? bias=None, Tensor? factors=None) -> Tensor"
+    "float? scale=None, float? softcap=None, Tensor? sinks=None, Tensor? bias=None, Tensor? factors=None, "
+    "bool in_whole_blocks=False) -> Tensor"
 )
 def masked_attention(
     query: Tensor,
@@ -33,6 +34,7 @@ def masked_attention(
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
     factors: Tensor | None = None,
+    in_whole_blocks: bool = False,
 ) -> Tensor:
     """``scaled_dot_product_attention`` under a mask of which whole blocks hide everything.
 
@@ -55,6 +57,8 @@ def masked_attention(
         factors: bool or floating without a gradient, broadcastable to ``[B, Hq, Q, K]``: multiplies the scores before
             numbers are added to them, of ``kind="added"`` alone, in memory as the mask is. Where it is False or NaN, a
             score is zero, whatever it was.
+        in_whole_blocks: the mask is one of ``mask_in_whole_blocks``, without a gradient, a bias or factors beside it,
+            and not of booleans whose empty rows get a mean; the lists are of the mask itself.
 
     Returns:
         ``[B, Hq, Q, D]``.
@@ -67,6 +71,9 @@ def masked_attention(
     """
     query, key, value = in_autocast_dtype(query, key, value)
     scale = 1 / math.sqrt(query.shape[3]) if scale is None else scale
+    queries = query.shape[2]
+    if in_whole_blocks:
+        query, key, value = map(_to_whole_blocks, (query, key, value))
     elements = _Elements(_of_all_places(as_four(mask), query, key))
     *blocks, empty = lists[:9]
     # Of numbers that are added rows have an offset in place of that they are empty.
@@ -134,17 +141,25 @@ def masked_attention(
             out, logsumexp = attention.flex_attention(
                 q, k, v, tuple(blocks), BLOCK, is_seen, of_mask, scale, score, of_score, _bytes_of(mask, bias, factors)
             )
+        if in_whole_blocks:
+            out, logsumexp = (each.narrow(2, 0, queries) for each in (out, logsumexp))
         if sinks is not None:
             has_offset = kind == "added" or biases is not None
             of_queries = sinks_of_queries(sinks).to(logsumexp.dtype)
             if has_offset and empty_rows == "zeros":  # a column of the softmax, which may be as low as the offset
-                of_queries = of_queries - lists[9].to(logsumexp.dtype)
+                of_queries = of_queries - lists[9].narrow(2, 0, queries).to(logsumexp.dtype)
             elif has_offset:  # taken off a logsumexp that is rounded
-                logsumexp = logsumexp + lists[9].to(logsumexp.dtype)
+                logsumexp = logsumexp + lists[9].narrow(2, 0, queries).to(logsumexp.dtype)
             out = beside_sinks(out, logsumexp, of_queries)
         if empty_rows == "nan":
-            out = out.masked_fill(empty[..., None], float("nan"))
+            out = out.masked_fill(empty.narrow(2, 0, queries)[..., None], float("nan"))
         return out.to(query.dtype)
+
+
+def _to_whole_blocks(operand: Tensor) -> Tensor:
+    """With zeros behind its rows, up to a multiple of 128 of which Inductor knows that it is one."""
+    length = operand.shape[2]
+    return torch.nn.functional.pad(operand, (0, 0, 0, (length + BLOCK - 1) // BLOCK * BLOCK - length))
 
 
 def _is_dense(query: Tensor, sinks: Tensor | None, of_score: tuple[Tensor, ...]) -> bool:

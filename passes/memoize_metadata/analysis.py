@@ -28,7 +28,8 @@ from glue_compiler.graph_pass import Skip
 # Where the run-time memo knows what a stream is.
 DEVICES = ("cpu", "cuda")
 
-_MASK_BLOCKS, _COPY = torch.ops.glue.mask_blocks.default, torch.ops.glue.materialized.default
+_READ_MASKS = {torch.ops.glue.mask_blocks.default, torch.ops.glue.mask_in_whole_blocks.default}
+_COPY = torch.ops.glue.materialized.default
 
 _FLOATING = (
     "it depends on a floating-point input; a prologue reads integers and booleans, and masks for their blocks alone"
@@ -126,7 +127,7 @@ class _Planner:
         for arg in node.all_input_nodes:
             if arg in self.reasons:
                 return self.reasons[arg]
-        if self.masks.intersection(node.all_input_nodes) and node.target is not _MASK_BLOCKS:
+        if self.masks.intersection(node.all_input_nodes) and node.target not in _READ_MASKS:
             if producer_of(node).target is not _COPY and (self._owns_memory(node) or self._effects(node).syncs):
                 return _FLOATING
             if not isinstance(value, int | torch.SymInt):  # the size of a mask is known without it

@@ -17,6 +17,7 @@ from glue_compiler.fx.index_expressions import IndexReader
 from glue_compiler.fx.node_maker import NodeMaker
 from glue_compiler.fx.value_numbering import Numbering, Scope
 from glue_compiler.fx.values import expression, requires_grad, storages_of, value_of
+from glue_compiler.ops.mask_blocks import whole_blocks_pay
 from glue_compiler.passes.specialize_attention.analysis import Plan, Replacement
 from glue_compiler.passes.specialize_attention.attention_parts import AttentionSite
 from glue_compiler.passes.specialize_attention.listed_masks import Elements, ListedMask, Step
@@ -186,6 +187,8 @@ class _Writer:
         assert mask is not None
         settings = (mask.kind, mask.empty_rows, scale, site.softcap)
         others: dict[str, Any] = self._sinks(site)
+        if _is_in_whole_blocks(site, mask):
+            others["in_whole_blocks"] = True
         if mask.steps:
             scope = self._scope_of(site, mask)
             for kept in self._steps_in_memory(site, scope, mask)[1:]:
@@ -203,10 +206,15 @@ class _Writer:
         sizes = tuple(str(expression(value_of(node).shape[2])) for node in (site.query, site.value))
         of_steps = tuple(map(_copy_of_step, mask.steps)) or _copy_of(mask.elements)
         shared = (of_steps, mask.kind, mask.empty_rows, sizes, scope)
-        if shared not in self.lists:
-            self.lists[shared] = self._write_lists(site, mask, scope, read)
-        node = self.make.brought_to(read, scope, site.scope) if mask.steps else self._in_memory(site, mask.elements)
-        return node, [self.make.brought_to(each, scope, site.scope) for each in self.lists[shared]]
+        is_whole = _is_in_whole_blocks(site, mask)
+        if (shared, is_whole) not in self.lists:
+            self.lists[shared, is_whole] = self._write_lists(site, mask, scope, read)
+        lists = [self.make.brought_to(each, scope, site.scope) for each in self.lists[shared, is_whole]]
+        if is_whole:
+            return lists[-1], lists[:-1]
+        return self.make.brought_to(read, scope, site.scope) if mask.steps else self._in_memory(
+            site, mask.elements
+        ), lists
 
     def _scope_of(self, site: AttentionSite, mask: ListedMask) -> Scope:
         """The outermost scope in which all that the mask is made of is at hand, or the site's."""
@@ -220,7 +228,10 @@ class _Writer:
             sizes = [self._size_of_scores(dim, site, node) for dim in (-2, -1)]
             read = self._without_gradient(graph, node)
             blocks = self.make.call(graph, _glue.mask_blocks.default, read, *sizes, mask.kind, mask.empty_rows)
-            return [self.make.call(graph, operator.getitem, blocks, i) for i in range(len(value_of(blocks)))]
+            found = [self.make.call(graph, operator.getitem, blocks, i) for i in range(len(value_of(blocks)))]
+            if _is_in_whole_blocks(site, mask):
+                found.append(self.make.call(graph, _glue.mask_in_whole_blocks.default, read, *sizes, mask.kind))
+            return found
 
     def _row_offsets(self, site: AttentionSite, mask: ListedMask) -> fx.Node:
         """Of a bias beside a boolean mask, as a node of the site's graph."""
@@ -405,6 +416,15 @@ class _Writer:
         for name, args in (("permute", (layout,)), ("contiguous", ()), ("permute", (back,))):
             result = self.make.method(result.graph, name, result, *args)
         return result
+
+
+def _is_in_whole_blocks(site: AttentionSite, mask: ListedMask) -> bool:
+    query, value = value_of(site.query), value_of(site.value)
+    has_factors = mask.factors is not None or any(step.kind != "added" for step in mask.steps)
+    is_alone = mask.bias is None and not has_factors and not mask.has_gradient
+    # To a mean belong all keys that there are, also those behind the last one.
+    is_mean = mask.empty_rows == "mean" and mask.kind != "added"
+    return is_alone and not is_mean and whole_blocks_pay(query.shape[2], value.shape[2], query.device)
 
 
 def _copy_of(elements: Elements) -> Any:

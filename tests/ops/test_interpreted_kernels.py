@@ -23,6 +23,7 @@ from glue_compiler.ops import (
     grouped_outer,
     grouped_repeat,
     grouped_sum,
+    mask_blocks,
 )
 from glue_compiler.ops.grouped_product_tiles import Tiles
 
@@ -35,6 +36,7 @@ from glue_compiler.ops import (
     group_bounds_triton,
     grouped_product_triton,
     grouped_rows_triton,
+    mask_blocks_triton,
 )
 
 ROUTINGS = [(37, 3, 5), (150, 2, 4), (5, 1, 1)]
@@ -111,3 +113,22 @@ def test_bounds_of_groups_and_zeros_behind_them(monkeypatch, ends, width):
     wanted[min(ends[-1], rows) :] = 0
     assert torch.equal(group_bounds_triton.bounds(spread, rows, cleared), expected)
     assert torch.equal(cleared, wanted)
+
+
+@pytest.mark.parametrize("kind", ["shows", "hides", "added"])
+@pytest.mark.parametrize("has_mean", [False, True])
+@pytest.mark.parametrize("sizes", [(1, 1, 300, 300), (2, 3, 130, 256), (1, 2, 1, 500), (2, 1, 128, 2300)], ids=str)
+def test_lists_of_blocks(sizes, kind, has_mean):
+    tokens = [torch.arange(size) for size in sizes[2:]]
+    shown = (tokens[0][:, None] >= tokens[1] - 70) & (torch.rand(*sizes) < 0.999)
+    shown[..., -1, :] = False
+    shown[:1, :, :, :128] = True
+    for dtype in (torch.float32, torch.float64):
+        numbers = torch.zeros(sizes, dtype=dtype).masked_fill(~shown, torch.finfo(dtype).min)
+        numbers[..., :1, :] = float("-inf")
+        mask = {"shows": shown, "hides": ~shown, "added": numbers}[kind]
+        wanted = mask_blocks(mask, *sizes[2:], kind, "mean" if has_mean else "zeros")
+        for same in (mask, mask.mT.contiguous().mT):
+            got = mask_blocks_triton.lists(same, kind, has_mean or kind == "added")
+            for one, other in zip(got, wanted, strict=True):
+                assert torch.equal(one, other)

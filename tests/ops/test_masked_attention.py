@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from glue_compiler.ops import mask_blocks, row_offsets
 from glue_compiler.ops.document_blocks import BLOCK
+from glue_compiler.ops.mask_blocks import mask_in_whole_blocks
 from tests.slow import one_in
 
 
@@ -62,12 +63,17 @@ def assert_equal(got: list[Tensor], wanted: list[Tensor]) -> None:
         torch.testing.assert_close(one, other, equal_nan=True)
 
 
+operator = torch.ops.glue.masked_attention
+
+
 def by_lists(mask: Tensor, kind: str, empty_rows: str, **settings):
     def call(q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Tensor:
         lists = mask_blocks(mask.detach(), q.shape[2], k.shape[2], kind, empty_rows)
+        if settings.get("in_whole_blocks"):
+            whole = mask_in_whole_blocks(mask, q.shape[2], k.shape[2], kind)
+            return operator(q, k, v, whole, lists, kind, empty_rows, sinks=sinks[0] if sinks else None, **settings)
         if settings.get("bias") is not None:
             lists = [*lists, row_offsets(mask, settings["bias"].detach(), kind)]
-        operator = torch.ops.glue.masked_attention
         return operator(q, k, v, mask, lists, kind, empty_rows, sinks=sinks[0] if sinks else None, **settings)
 
     return call
@@ -102,6 +108,34 @@ def test_a_boolean_mask_gives_what_sdpa_gives(sizes, name, kind):
     )
     given = mask if kind == "shows" else ~mask
     assert_equal(with_gradients(by_lists(given, kind, "zeros"), inputs), wanted)
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("name", one_in(3, list(boolean_masks(2, 2))))
+@pytest.mark.parametrize("kind", ["shows", "hides", "added"])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_a_mask_in_whole_blocks_gives_the_same(sizes, name, kind, has_sinks):
+    shown = boolean_masks(*sizes)[name]
+    empty_rows = "nan" if kind == "added" else "zeros"
+    numbers = torch.zeros(shown.shape, dtype=torch.float64).masked_fill(~shown, float("-inf"))
+    mask = {"shows": shown, "hides": ~shown, "added": numbers}[kind]
+    inputs = leaves(*sizes)
+    if has_sinks:
+        inputs.append(torch.randn(inputs[0].shape[1], dtype=torch.float64, requires_grad=True))
+    wanted = with_gradients(by_lists(mask, kind, empty_rows), inputs)
+    assert_equal(with_gradients(by_lists(mask, kind, empty_rows, in_whole_blocks=True), inputs), wanted)
+
+
+def test_a_mask_in_whole_blocks_hides_what_is_behind_it():
+    of_keys = torch.ones(2, 1, 1, 130, dtype=torch.bool)
+    found = mask_in_whole_blocks(of_keys, 300, 130, "shows")
+    assert found.shape == (2, 1, 1, 256)
+    assert found.sum() == 2 * 130
+    found = mask_in_whole_blocks(torch.zeros(300, 130).expand(4, 300, 130), 300, 130, "added")
+    assert found.shape == (1, 1, 384, 256)
+    assert found.isfinite().sum() == 300 * 130
+    assert mask_in_whole_blocks(torch.zeros(300, 1), 300, 130, "added").isfinite().sum() == 300 * 130
+    torch.library.opcheck(mask_in_whole_blocks, (of_keys, 300, 130, "shows"))
 
 
 @pytest.mark.parametrize("name", list(boolean_masks(2, 2)))
@@ -435,7 +469,7 @@ def test_lists_are_those_of_the_dense_mask(batch, heads, queries, keys, density,
     assert not (needed & ~is_visited).any(), "a key is seen in a block that is left out"
     if kind != "added":
         assert not (is_unmasked & ~shown).any(), "a hidden key is in a block that is seen in full"
-        assert torch.equal(empty, ~shown.any(-1))
+        assert torch.equal(empty[..., :queries], ~shown.any(-1))
     else:
         assert not empty.any()
     # Kernels check the ends of the matrix in masked blocks alone.
