@@ -145,11 +145,12 @@ def masked_attention(
             out, logsumexp = (each.narrow(2, 0, queries) for each in (out, logsumexp))
         if sinks is not None:
             has_offset = kind == "added" or biases is not None
+            offset_rows = lists[9].narrow(2, 0, queries) if biases is None and has_offset else lists[-1]
             of_queries = sinks_of_queries(sinks).to(logsumexp.dtype)
             if has_offset and empty_rows == "zeros":  # a column of the softmax, which may be as low as the offset
-                of_queries = of_queries - lists[9].narrow(2, 0, queries).to(logsumexp.dtype)
+                of_queries = of_queries - offset_rows.to(logsumexp.dtype)
             elif has_offset:  # taken off a logsumexp that is rounded
-                logsumexp = logsumexp + lists[9].narrow(2, 0, queries).to(logsumexp.dtype)
+                logsumexp = logsumexp + offset_rows.to(logsumexp.dtype)
             out = beside_sinks(out, logsumexp, of_queries)
         if empty_rows == "nan":
             out = out.masked_fill(empty.narrow(2, 0, queries)[..., None], float("nan"))

@@ -63,9 +63,11 @@ def exact_document_offsets(starts: Tensor) -> Tensor:
 
     Its size is data-dependent: one host synchronisation on CUDA, an unbacked symbol in a graph.
     """
-    starts = _flat_starts(starts)
-    begins = torch.nonzero(starts).reshape(-1).to(torch.int32)
-    return torch.cat([begins, begins.new_full((1,), starts.shape[0])])
+    _check_starts(starts)
+    # Few kernels, each of which the whole step waits for: the last entry is the end of all.
+    begins = starts.new_ones(starts.numel() + 1)
+    begins[:-1].view(starts.shape)[:, 1:] = starts[:, 1:]
+    return torch.nonzero(begins).reshape(-1).to(torch.int32)
 
 
 @exact_document_offsets.register_fake
@@ -74,9 +76,13 @@ def _(starts: Tensor) -> Tensor:
     return _flat_starts(starts).new_empty(size, dtype=torch.int32)
 
 
-def _flat_starts(starts: Tensor) -> Tensor:
+def _check_starts(starts: Tensor) -> None:
     if starts.dtype != torch.bool or starts.dim() != 2:
         raise ValueError(f"document_offsets: starts must be bool [B, T], got {starts.dtype}, {starts.dim()} dims")
+
+
+def _flat_starts(starts: Tensor) -> Tensor:
+    _check_starts(starts)
     column = torch.arange(starts.shape[1], device=starts.device)
     return (starts | (column == 0)).reshape(-1)
 

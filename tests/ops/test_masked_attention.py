@@ -216,12 +216,17 @@ def test_a_slope_for_each_head_is_added_without_a_matrix():
     assert_equal(with_gradients(by_lists(mask, "added", "nan"), inputs), wanted)
 
 
-def test_a_bias_is_added_beside_a_boolean_mask():
-    mask, bias = boolean_masks(300, 300)["causal"], torch.randn(1, 4, 1, 300, dtype=torch.float64)
+@pytest.mark.parametrize("rows", [slice(None), slice(200, 201)], ids=["causal", "of keys"])
+def test_a_bias_is_added_beside_a_boolean_mask(rows):
+    mask, bias = boolean_masks(300, 300)["causal"][rows], torch.randn(1, 4, 1, 300, dtype=torch.float64)
     inputs = leaves(300, 300)
     both = bias.expand(1, 4, 300, 300).masked_fill(~mask, float("-inf"))
     wanted = with_gradients(written_out(both, added=True), inputs)
     assert_equal(with_gradients(by_lists(mask, "shows", "nan", bias=bias), inputs), wanted)
+    inputs.append(torch.randn(4, dtype=torch.float64, requires_grad=True))
+    wanted = with_gradients(written_out(both, added=True), inputs)
+    for empty_rows in ("nan", "zeros"):
+        assert_equal(with_gradients(by_lists(mask, "shows", empty_rows, bias=bias), inputs), wanted)
 
 
 @pytest.mark.parametrize("hidden", [-1e9, torch.finfo(torch.float32).min], ids=str)
