@@ -23,6 +23,8 @@ of all values, as from a softmax of scores that are all one finite number. ``nan
 _HIDING: dict[str, bool | float] = {"shows": False, "hides": True, "added": float("-inf")}
 _LEAST = 512
 """Queries, from which on copies of operands of an attention are small beside what they save."""
+_MOST = 2**15
+"""Queries, up to which a second mask takes no more than 1 GiB for each byte of its dtype."""
 
 
 def hidden_below(dtype: torch.dtype) -> float:
@@ -109,7 +111,7 @@ def whole_blocks_pay(queries: int | torch.SymInt, keys: int | torch.SymInt, devi
     Triton reads the elements of a mask one by one: ten times the time, of all masks that add numbers.
     """
     known = [size_when_traced(size) for size in (queries, keys)]
-    is_long = all(size is not None and size >= _LEAST for size in known)
+    is_long = all(size is not None and _LEAST <= size <= _MOST for size in known)
     is_whole = all(isinstance(size, int) and size % BLOCK == 0 for size in (queries, keys))
     return device.type == "cuda" and known[0] == known[1] and is_long and not is_whole
 

@@ -40,5 +40,5 @@ def call_directly(graph: fx.Graph) -> None:
     for node in graph.nodes:
         target = node.target
         if isinstance(target, torch._ops.OpOverload) and target.namespace == "glue":
-            direct = getattr(torch.ops.glue_direct, target._opname, None)
+            direct = getattr(torch.ops.glue_direct, target.name().removeprefix("glue::"), None)
             node.target = target if direct is None else direct.default

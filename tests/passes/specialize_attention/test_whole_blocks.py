@@ -125,6 +125,7 @@ def test_numbers_with_a_gradient_stay():
         (2000, 2001, CUDA, False),
         (1, 2000, CUDA, False),
         (300, 300, CUDA, False),
+        (40000, 40000, CUDA, False),
         (2000, 2000, torch.device("cpu"), False),
     ],
 )
