@@ -20,7 +20,11 @@ EmptyRows = Literal["zeros", "mean", "nan"]
 """What a query gets that sees no key at all. ``zeros``: what ``scaled_dot_product_attention`` gives. ``mean``: the mean
 of all values, as from a softmax of scores that are all one finite number. ``nan``: as from one of minus infinities."""
 
-_HIDING: dict[str, bool | float] = {"shows": False, "hides": True, "added": float("-inf")}
+_HIDING_AND_SHOWING: dict[str, tuple[bool | float, bool | float]] = {
+    "shows": (False, True),
+    "hides": (True, False),
+    "added": (float("-inf"), 0.0),
+}
 _LEAST = 512
 """Queries, from which on copies of operands of an attention are small beside what they save."""
 _MOST = 2**15
@@ -116,9 +120,17 @@ def whole_blocks_pay(queries: int | torch.SymInt, keys: int | torch.SymInt, devi
     return device.type == "cuda" and known[0] == known[1] and is_long and not is_whole
 
 
+def to_whole_blocks(size: int) -> int:
+    """The multiple of 128 that follows ``size``.
+
+    It is never ``size`` itself: a graph for any size would be one for multiples of 128, or for all others.
+    """
+    return (size // BLOCK + 1) * BLOCK
+
+
 @opaque("mask_in_whole_blocks")
 def mask_in_whole_blocks(mask: Tensor, queries: int, keys: int, kind: str) -> Tensor:
-    """A copy of ``mask`` whose sizes Q and K are rounded up to multiples of 128; what it says there hides.
+    """A copy of ``mask`` for ``to_whole_blocks`` of Q and K: keys behind K are hidden, queries behind Q see the first.
 
     Args: as of ``mask_blocks``.
 
@@ -127,8 +139,11 @@ def mask_in_whole_blocks(mask: Tensor, queries: int, keys: int, kind: str) -> Te
     """
     _check(mask, kind, "zeros")
     mask = as_four(mask)
-    copy = mask.new_full(_in_whole_blocks(mask, queries, keys), _HIDING[kind])
-    copy[:, :, : mask.shape[2], :keys] = mask
+    hidden, shown = _HIDING_AND_SHOWING[kind]
+    copy = mask.new_full(_in_whole_blocks(mask, queries, keys), hidden)
+    rows = mask.shape[2]
+    copy[:, :, :rows, :keys] = mask
+    copy[:, :, rows:, :1] = shown
     return copy
 
 
@@ -139,7 +154,7 @@ def _(mask: Tensor, queries: int, keys: int, kind: str) -> Tensor:
 
 
 def _in_whole_blocks(four: Tensor, queries: int, keys: int) -> tuple[int, ...]:
-    of_queries, of_keys = ((size + BLOCK - 1) // BLOCK * BLOCK for size in (queries, keys))
+    of_queries, of_keys = to_whole_blocks(queries), to_whole_blocks(keys)
     is_of_all = isinstance(four.shape[2], int) and four.shape[2] == 1
     return (*four.shape[:2], 1 if is_of_all else of_queries, of_keys)
 

@@ -12,7 +12,7 @@ from glue_compiler.ops.autocast import in_autocast_dtype
 from glue_compiler.ops.composite import composite
 from glue_compiler.ops.dense_attention import dense_attention
 from glue_compiler.ops.document_blocks import BLOCK
-from glue_compiler.ops.mask_blocks import as_four
+from glue_compiler.ops.mask_blocks import as_four, to_whole_blocks
 from glue_compiler.ops.packed_attention import beside_sinks, sinks_of_queries
 
 
@@ -58,7 +58,7 @@ def masked_attention(
             numbers are added to them, of ``kind="added"`` alone, in memory as the mask is. Where it is False or NaN, a
             score is zero, whatever it was.
         in_whole_blocks: the mask is one of ``mask_in_whole_blocks``, without a gradient, a bias or factors beside it,
-            and not of booleans whose empty rows get a mean; the lists are of the mask itself.
+            and not of booleans whose empty rows get a mean; the lists are of that mask and its sizes.
 
     Returns:
         ``[B, Hq, Q, D]``.
@@ -158,9 +158,9 @@ def masked_attention(
 
 
 def _to_whole_blocks(operand: Tensor) -> Tensor:
-    """With zeros behind its rows, up to a multiple of 128 of which Inductor knows that it is one."""
+    """With zeros behind its rows, as many as the mask has."""
     length = operand.shape[2]
-    return torch.nn.functional.pad(operand, (0, 0, 0, (length + BLOCK - 1) // BLOCK * BLOCK - length))
+    return torch.nn.functional.pad(operand, (0, 0, 0, to_whole_blocks(length) - length))
 
 
 def _is_dense(query: Tensor, sinks: Tensor | None, of_score: tuple[Tensor, ...]) -> bool:

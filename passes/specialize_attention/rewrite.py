@@ -17,7 +17,8 @@ from glue_compiler.fx.index_expressions import IndexReader
 from glue_compiler.fx.node_maker import NodeMaker
 from glue_compiler.fx.value_numbering import Numbering, Scope
 from glue_compiler.fx.values import expression, requires_grad, storages_of, value_of
-from glue_compiler.ops.mask_blocks import whole_blocks_pay
+from glue_compiler.ops.document_blocks import BLOCK
+from glue_compiler.ops.mask_blocks import to_whole_blocks, whole_blocks_pay
 from glue_compiler.passes.specialize_attention.analysis import Plan, Replacement
 from glue_compiler.passes.specialize_attention.attention_parts import AttentionSite
 from glue_compiler.passes.specialize_attention.listed_masks import Elements, ListedMask, Step
@@ -226,12 +227,21 @@ class _Writer:
         graph, before = self._set_before(site, scope)
         with graph.inserting_before(before):
             sizes = [self._size_of_scores(dim, site, node) for dim in (-2, -1)]
-            read = self._without_gradient(graph, node)
-            blocks = self.make.call(graph, _glue.mask_blocks.default, read, *sizes, mask.kind, mask.empty_rows)
-            found = [self.make.call(graph, operator.getitem, blocks, i) for i in range(len(value_of(blocks)))]
+            read, others = self._without_gradient(graph, node), []
             if _is_in_whole_blocks(site, mask):
-                found.append(self.make.call(graph, _glue.mask_in_whole_blocks.default, read, *sizes, mask.kind))
-            return found
+                read = self.make.call(graph, _glue.mask_in_whole_blocks.default, read, *sizes, mask.kind)
+                others, sizes = [read], [self._to_whole_blocks(graph, size) for size in sizes]
+            blocks = self.make.call(graph, _glue.mask_blocks.default, read, *sizes, mask.kind, mask.empty_rows)
+            return [
+                *(self.make.call(graph, operator.getitem, blocks, i) for i in range(len(value_of(blocks)))),
+                *others,
+            ]
+
+    def _to_whole_blocks(self, graph: fx.Graph, size: Any) -> Any:
+        if not isinstance(size, fx.Node):
+            return to_whole_blocks(size)
+        whole = self.make.call(graph, operator.add, self.make.call(graph, operator.floordiv, size, BLOCK), 1)
+        return self.make.call(graph, operator.mul, whole, BLOCK)
 
     def _row_offsets(self, site: AttentionSite, mask: ListedMask) -> fx.Node:
         """Of a bias beside a boolean mask, as a node of the site's graph."""

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from glue_compiler.ops import mask_blocks, row_offsets
 from glue_compiler.ops.document_blocks import BLOCK
-from glue_compiler.ops.mask_blocks import mask_in_whole_blocks
+from glue_compiler.ops.mask_blocks import mask_in_whole_blocks, to_whole_blocks
 from tests.slow import one_in
 
 
@@ -71,6 +71,7 @@ def by_lists(mask: Tensor, kind: str, empty_rows: str, **settings):
         lists = mask_blocks(mask.detach(), q.shape[2], k.shape[2], kind, empty_rows)
         if settings.get("in_whole_blocks"):
             whole = mask_in_whole_blocks(mask, q.shape[2], k.shape[2], kind)
+            lists = mask_blocks(whole, to_whole_blocks(q.shape[2]), to_whole_blocks(k.shape[2]), kind, empty_rows)
             return operator(q, k, v, whole, lists, kind, empty_rows, sinks=sinks[0] if sinks else None, **settings)
         if settings.get("bias") is not None:
             lists = [*lists, row_offsets(mask, settings["bias"].detach(), kind)]
@@ -133,8 +134,9 @@ def test_a_mask_in_whole_blocks_hides_what_is_behind_it():
     assert found.sum() == 2 * 130
     found = mask_in_whole_blocks(torch.zeros(300, 130).expand(4, 300, 130), 300, 130, "added")
     assert found.shape == (1, 1, 384, 256)
-    assert found.isfinite().sum() == 300 * 130
-    assert mask_in_whole_blocks(torch.zeros(300, 1), 300, 130, "added").isfinite().sum() == 300 * 130
+    assert found[..., :300, :].isfinite().sum() == 300 * 130
+    assert found[..., 300:, :].isfinite().sum() == 84  # its first key, or a block of queries that see none visits all
+    assert mask_in_whole_blocks(torch.zeros(300, 1), 300, 130, "added")[..., :300, :].isfinite().sum() == 300 * 130
     torch.library.opcheck(mask_in_whole_blocks, (of_keys, 300, 130, "shows"))
 
 

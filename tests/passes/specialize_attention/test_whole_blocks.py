@@ -87,6 +87,17 @@ def test_layers_share_the_copy():
     assert count(run.graph, WHOLE) == 1
 
 
+def test_one_graph_serves_multiples_of_128_and_others():
+    run = specialized(sdpa, dynamic=True)
+    for length in (130, 128, 256, 300):
+        tensors = inputs(2, length=length)
+        mask = torch.ones(length, length, dtype=torch.bool).tril(3)
+        with torch._dynamo.config.patch(error_on_recompile=length != 130):
+            for got, want in zip(run_as(run.call, tensors, [mask]), run_as(sdpa, tensors, [mask]), strict=True):
+                torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+    assert count(run.graph, WHOLE) == 1
+
+
 def filled_with_a_number(query, key, value, mask):
     return F.softmax((query @ key.mT * 0.25).masked_fill(~mask, LOWEST), -1) @ value
 
