@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraint
 # Threads that spin while they wait take the core away from what they wait for, where cores are few or shared.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo docs test test-all test-transformers4 versions fuzz lint types clean
+.PHONY: demo docs test test-all test-cards test-transformers4 versions fuzz lint types clean
 
 # torch goes first and pinned, so that nothing installed later chooses another build of it.
 $(VENV)/.installed: pyproject.toml setup.py constraints.txt
@@ -22,7 +22,13 @@ $(VENV)/.installed: pyproject.toml setup.py constraints.txt
 
 .venv: $(VENV)/.installed
 
-demo: $(VENV)/.installed
+# What the demo needs is a small part of that.
+$(VENV)/.demo: pyproject.toml setup.py constraints.txt
+	test -e $(VENV)/.installed || { $(PYTHON) -m venv $(VENV) && \
+	$(PIP) $(TORCH_INDEX) "$$(grep '^torch==' constraints.txt)" && $(PIP) -e '.[cli,demo]'; }
+	touch $@
+
+demo: $(VENV)/.demo
 	$(BIN)/python -m demo.train_packed
 
 lint: $(VENV)/.installed
@@ -32,12 +38,14 @@ lint: $(VENV)/.installed
 # mypy cannot follow the mapping of passes/ to glue_compiler.passes, so it reads a copy laid out as installed.
 types: $(VENV)/.installed
 	rm -rf .types && mkdir .types
-	cp -R glue_compiler demo .types/ && cp -R passes .types/glue_compiler/passes
-	cd .types && ../$(BIN)/mypy --config-file ../pyproject.toml --cache-dir ../.mypy_cache -p glue_compiler -p demo
+	cp -R glue_compiler demo tools benchmarks .types/ && cp -R passes .types/glue_compiler/passes
+	cd .types && ../$(BIN)/mypy --config-file ../pyproject.toml --cache-dir ../.mypy_cache -p glue_compiler -p demo -p tools
 
-# The site, in site/; a link that leads nowhere is an error.
+# The site, in site/. Links that lead nowhere, options and commands that do not exist, code that does not run, and pages
+# above 1,200 words that nothing generates are errors.
 docs: $(VENV)/.installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	$(BIN)/python -m pytest -q tests/test_docs.py tests/test_own_pass.py
 
 # Tests spend their time in Python, tracing graphs, on one core each: two workers, and one torch thread in each.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
@@ -45,13 +53,19 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist workste
 test: lint types docs
 	$(PYTEST) -m "not slow"
 
+# With MINUTES, slow tests that would begin later are skipped; another choice of them each time.
 test-all: lint types docs
-	$(PYTEST)
+	$(PYTEST) $(if $(MINUTES),--minutes $(MINUTES) --seed $$(date +%s))
+
+# Kernels are compiled for cards that are not here, by a Triton in a folder of its own: a torch for CPUs has none.
+test-cards: $(VENV)/.installed
+	$(PIP) --no-deps --upgrade --target .triton "triton==3.7.1"
+	PYTHONPATH=.triton $(PYTEST) tests/tools/test_cards.py
 
 # Random programs against eager, for so many seconds, with a seed of their own that is printed.
 FUZZ_SECONDS ?= 300
 fuzz: $(VENV)/.installed
-	$(BIN)/python -m glue_compiler.testing.fuzz --seconds $(FUZZ_SECONDS) --seed $$(od -An -N4 -tu4 /dev/urandom | tr -d ' ')
+	$(BIN)/python -m tools.fuzz --seconds $(FUZZ_SECONDS) --seed $$(od -An -N4 -tu4 /dev/urandom | tr -d ' ')
 
 # The loops that transformers 4 writes, in an environment of its own.
 test-transformers4:
@@ -65,4 +79,4 @@ versions: $(VENV)/.installed
 	$(BIN)/nox
 
 clean:
-	rm -rf $(VENV) $(VENV)4 .nox .types site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)4 .nox .types .triton site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -9,8 +9,7 @@
 
 Rows, one graph: ``none`` (no offload), ``no-reorder`` (the same with Inductor's ``reorder_for_peak_memory`` off, which
 glue sets too), ``serial`` (torch's own offload: a copy is waited for at once), ``glue`` (``offload="checkpoints"``),
-``budget`` (``memory_budget`` of ``--budget``), ``glue-none`` (glue, without offload), ``glue-tiled`` (with offload and
-``tile_rows``). Layers compiled one by one:
+``budget`` (``memory_budget`` of ``--budget``), ``glue-none`` (glue, without offload). Layers compiled one by one:
 ``layers-none``, ``save_on_cpu`` (torch's hooks), ``trl`` (TRL's stream hooks, where it is installed), ``layers-glue``
 (``glue_compiler.offload_checkpoints()``). A row may be given twice, to see how much two runs differ.
 

@@ -17,7 +17,7 @@ from benchmarks.checkpoint_transformers import LanguageModel, tokens_of
 
 GRAPH_ROWS = ("none", "no-reorder", "serial", "glue")
 LAYER_ROWS = ("layers-none", "save_on_cpu", "trl", "layers-glue")
-ROWS = (*GRAPH_ROWS, "glue-none", "glue-tiled", "budget", *LAYER_ROWS)
+ROWS = (*GRAPH_ROWS, "glue-none", "budget", *LAYER_ROWS)
 
 Context = Callable[[], AbstractContextManager[Any]]
 
@@ -48,7 +48,6 @@ def prepare(
     options: dict[str, dict[str, Any]] = {
         "glue": {"offload": "checkpoints"},
         "glue-none": {},
-        "glue-tiled": {"offload": "checkpoints", "passes": {"tile_rows": True}},
         "budget": {"memory_budget": budget},
     }
     if row in options:

@@ -4,8 +4,9 @@
     python -m benchmarks.compile_time --curve 8,16,32,64 --svg curve.svg
 
 Each row and variant runs twice, each time in a process of its own: first with empty caches of Inductor's and Triton's,
-then with what the first has left there. ``glue-unshared`` is glue without the rewrite ``share_layers``. ``--curve``
-measures one row with so many layers instead, caches empty, and draws the seconds of the first steps.
+then with what the first has left there. ``glue-unshared`` is glue without the rewrite ``share_layers``,
+``glue-regions`` compiles each kind of layer once. ``--curve`` measures one row with so many layers instead, caches
+empty, and draws the seconds of the first steps.
 
 Columns: ``first s``, seconds of the first step (forward, backward, all compiles in them), which is the sum of
 
@@ -39,15 +40,16 @@ import torch
 from benchmarks.compile_time_rows import ROWS, build
 from benchmarks.curves_svg import Curve, Panel, draw
 from benchmarks.fresh_process import run_module
-from glue_compiler import registry
 from glue_compiler.backend import GlueBackend
-from glue_compiler.graph_pass import PairPass
-from glue_compiler.handoff import hand_off
+from glue_compiler.handoff.hand_off import hand_off
+from glue_compiler.pipeline import registry
+from glue_compiler.pipeline.graph_pass import PairPass
 
 VARIANTS: Mapping[str, dict[str, Any] | None] = {
     "inductor": None,
     "glue": {},
     "glue-unshared": {"passes": {"share_layers": False}},
+    "glue-regions": {"regions": "auto"},
 }
 PARTS = ("dynamo s", "glue s", "aot s", "inductor s", "load s", "rest s", "run s")
 COLUMNS = ("first s", *PARTS, "step ms", "peak GiB", "loss")

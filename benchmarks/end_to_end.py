@@ -17,8 +17,8 @@ of plans, the GiB that are predicted of the graph alone, and what it took in its
 
 Variants: ``flex`` is Inductor with transformers' flex_attention, ``fa2`` and ``fa4`` with its flash_attention_2 and
 4, where those are installed; the others have sdpa. ``glue-torch`` takes no kernels of other packages, ``glue-unshared``
-compiles each of equal layers, ``glue-tiled`` runs wide values in tiles of rows, in ``-recompute`` backward computes all
-again that is no product, ``glue-offload`` moves the inputs of checkpointed layers. ``glue-none`` makes no rewrite, and
+compiles each of equal layers, in ``-recompute`` backward computes all again that is no product, ``glue-offload`` moves
+the inputs of checkpointed layers. ``glue-none`` makes no rewrite, and
 ``glue-metadata``, ``glue-attention``, ``glue-experts`` and ``glue-loss`` make that one alone. ``plan-B`` plans what is
 kept for backward within ``memory_budget=B`` (``plan-9.6GiB``). In ``glue-update`` and ``flex-update`` clipping and
 AdamW are compiled too; the others have torch's fused AdamW.
@@ -62,6 +62,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.card_memory import allocator_settings
 from benchmarks.end_to_end_flops import peak_flops, step_flops
 from benchmarks.end_to_end_rows import ROWS, Size
 from benchmarks.end_to_end_table import COLUMNS, cell
@@ -287,7 +288,9 @@ def run_all(cases: list[tuple[str, str]], arguments: argparse.Namespace, caches:
             time_all([found[place]], arguments.limit)
     if arguments.warm:
         for each in found:
-            if "failed" not in (each.result or {}) and variant_of(each.variant).is_compiled:
+            # Plans are read from a dump, and a step with one comes from no cache.
+            is_cached = variant_of(each.variant).is_compiled and not is_planned(each.variant)
+            if "failed" not in (each.result or {}) and is_cached:
                 _measure_warm(each, caches, arguments.limit)
     return found
 
@@ -396,18 +399,17 @@ def main() -> None:
     parser.add_argument("--fixed", action="store_true", help="without totals that vary: one compile instead of two")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--warm", action="store_true", help="then a first step of each with its caches filled")
-    parser.add_argument(
-        "--kernels", type=int, default=0, help="so many of a step's kernels, the longest, with their times"
-    )
+    parser.add_argument("--kernels", type=int, default=0, help="so many of a step's longest kernels, with their times")
     parser.add_argument("--steps", type=int, default=10, help="timed, for each of the two kinds of totals")
     parser.add_argument("--warm-up", type=int, default=Schedule.warm_up, help="steps in front of these")
     parser.add_argument("--limit", type=float, default=290, help="seconds for all compiles together")
     parser.add_argument("--compiler", default="inductor", choices=("inductor", "aot_eager"))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--card", metavar="BYTES", help="each process has so much of the card alone, such as 24GiB")
     parser.add_argument("--json", help="also write the numbers to this file")
     arguments = parser.parse_args()
     # Totals that vary leave holes in memory that is cut into blocks of fixed sizes.
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = allocator_settings(arguments.card)
     device = torch.cuda.get_device_name() if arguments.device == "cuda" else "CPU"
     cases = [(row, variant) for variant in arguments.variants.split(",") for row in arguments.rows.split(",")]
     if arguments.cases:

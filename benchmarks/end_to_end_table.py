@@ -18,7 +18,6 @@ COLUMNS = {
     "ready_s": "ready s",
     "loss": "last loss",
     "planned GiB": "planned GiB",
-    "seen GiB": "of the graph",
 }
 
 

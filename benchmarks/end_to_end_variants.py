@@ -15,7 +15,7 @@ from torch import Tensor
 from benchmarks import peer_torchtitan, peer_torchtune, peer_unsloth
 from benchmarks.end_to_end_rows import ROWS, Size, Workload
 from benchmarks.peers import base_of
-from glue_compiler import registry
+from glue_compiler.pipeline import registry
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,6 @@ VARIANTS = {
     "glue-torch": Variant("glue", options=(("kernels", "torch"),)),
     "glue-recompute": Variant("glue", recomputes=True),
     "inductor-recompute": Variant("inductor", recomputes=True),
-    "glue-tiled": Variant("glue", options=(("passes", {"tile_rows": True}),)),
     "glue-unshared": Variant("glue", options=(("passes", {"share_layers": False}),)),
     "glue-offload": Variant("glue", options=(("offload", "checkpoints"),)),
     "glue-layers": Variant("glue", by_layers=True),

@@ -86,7 +86,7 @@ def with_entropy(rows: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 def from_statistics(wants: list[bool]) -> Loss:
     def loss(rows: Tensor, weight: Tensor, target: Tensor) -> Tensor:
         logsumexp, target_logit, _, entropy, _ = glue.linear_row_statistics(
-            [rows], [weight], None, target, 1.0, 0.0, torch.float32, wants
+            [rows], [weight], None, target, 1.0, 0.0, torch.float32, wants, False
         )
         value = (logsumexp - target_logit).mean()
         return value + entropy.mean() if wants[3] else value

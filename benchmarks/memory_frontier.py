@@ -14,8 +14,7 @@ is around them is eager.
 
 The model has random frozen weights; LoRA adapters of rank 16 on the query and value projections train, without an
 optimiser. All rows compile side by side, each in a process of its own, and take memory at the same time; they are timed
-one after the other when all are ready. Columns: milliseconds of a step, median; GiB at the peak; both as planned; by
-how much another plan over the same segments could be faster at most, by what operators were measured to take; bytes
+one after the other when all are ready. Columns: milliseconds of a step, median; GiB at the peak; both as planned; bytes
 moved to the host, kernels that are computed again, seconds of planning and of the first step; glue's warnings, whose
 texts stand below the table, as does why a plan was made again; the largest difference of a gradient of the last step
 from the first row's, relative to that gradient's largest number (what bf16 rounds is some hundredths).
@@ -57,7 +56,7 @@ DEFAULT_ROWS = "keep,plan-24GiB,plan-16GiB,plan-11.2GiB,knapsack-0.5,knapsack-0.
 WARM_UP = 5
 """Steps behind the first one that are not timed: plans are made again by then."""
 COLUMNS = (
-    *("step ms", "peak GiB", "planned ms", "planned GiB", "gap ms", "moved GiB", "recomputed", "planning s", "first s"),
+    *("step ms", "peak GiB", "planned ms", "planned GiB", "moved GiB", "recomputed", "planning s", "first s"),
     *("warnings", "gradients"),
 )
 

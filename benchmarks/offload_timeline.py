@@ -1,6 +1,6 @@
 """Draw a training step with checkpoint offload: predicted, and measured where there is a GPU, in one SVG.
 
-    python -m benchmarks.offload_timeline [--shape 14b] [--layers 16] [--teraflops 600] [--link 50] [--budget 9.5]
+    python -m benchmarks.offload_timeline [--shape 14b] [--layers 16] [--teraflops 600] [--link 50]
     python -m benchmarks.offload_timeline --measure              # needs a GPU: records one compiled step
     python -m benchmarks.offload_timeline --trace trace.json     # a Chrome trace of one step, by torch.profiler
 
@@ -21,10 +21,10 @@ import torch
 
 from benchmarks.checkpoint_decoder import Decoder, Shape, add_shape_arguments, batch_of, shape_of
 from benchmarks.checkpoint_rows import stepper
+from benchmarks.offload_simulator import Event, Link, Region
 from benchmarks.profiler_trace import MeasuredStep, read_step
+from benchmarks.step_timeline import Timeline, memory_over_time, simulate
 from benchmarks.timeline_svg import Panel, Span, draw
-from glue_compiler.passes.overlap_offload.plan import OffloadPlan, plan_offload
-from glue_compiler.passes.overlap_offload.simulator import Event, Link, Region, Timeline, memory_over_time, simulate
 
 GIB = 2**30
 LANES = {"compute": "compute", "device_to_host": "copy to host", "host_to_device": "copy from host"}
@@ -96,16 +96,15 @@ def _summary(seconds: float, peak_bytes: int | None, overlap: float | None) -> s
     return ", ".join(parts)
 
 
-def predictions(plan: OffloadPlan, regions: Sequence[Region], link: Link, base: int) -> list[Panel]:
-    """No offload, serial copies and the overlapped schedule of one plan."""
+def predictions(regions: Sequence[Region], link: Link, base: int, buffers: int) -> list[Panel]:
+    """No offload, serial copies and the overlapped schedule of all inputs but the last region's."""
+    moved = [region.index for region in regions[:-1]]
     alone = simulate(regions, link, (), "none", base_bytes=base)
     panels = [predicted_panel("Predicted, no offload", alone, regions, ())]
-    if plan.moved:
-        serial = simulate(regions, link, plan.moved, "serial", base_bytes=base)
-        panels.append(predicted_panel("Predicted, serial copies", serial, regions, plan.moved))
-        overlapped = simulate(regions, link, plan.moved, "overlapped", buffers=plan.buffers, base_bytes=base)
-        title = f"Predicted, overlapped with {plan.buffers} buffers"
-        panels.append(predicted_panel(title, overlapped, regions, plan.moved))
+    serial = simulate(regions, link, moved, "serial", base_bytes=base)
+    panels.append(predicted_panel("Predicted, serial copies", serial, regions, moved))
+    overlapped = simulate(regions, link, moved, "overlapped", buffers=buffers, base_bytes=base)
+    panels.append(predicted_panel(f"Predicted, overlapped with {buffers} buffers", overlapped, regions, moved))
     return panels
 
 
@@ -143,7 +142,6 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--link", type=float, default=50.0, help="GB/s in each direction")
     parser.add_argument("--latency", type=float, default=10.0, help="microseconds of each copy")
     parser.add_argument("--base", type=float, help="GiB besides the saved inputs; estimated without it")
-    parser.add_argument("--budget", type=float, help="GiB: move only what brings the peak below")
     parser.add_argument("--buffers", type=int, default=2)
     parser.add_argument("--measure", action="store_true", help="record a compiled step on the GPU too")
     parser.add_argument("--trace", type=Path, help="draw this recorded step too")
@@ -157,20 +155,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     regions = regions_of(shape, given.teraflops * 1e12)
     link = Link(given.link * 1e9, given.link * 1e9, given.latency * 1e-6)
     base = base_bytes_of(shape) if given.base is None else round(given.base * GIB)
-    plan = plan_offload(
-        regions,
-        link,
-        policy="all" if given.budget is None else "budget",
-        base_bytes=base,
-        budget=None if given.budget is None else round(given.budget * GIB),
-        buffers=given.buffers,
-    )
-    panels = predictions(plan, regions, link, base)
+    panels = predictions(regions, link, base, given.buffers)
     if given.trace:
         panels.append(measured_panel("Measured", read_step(json.loads(given.trace.read_text())["traceEvents"])))
     if given.measure:
-        options = {"offload": "checkpoints"} if given.budget is None else {"memory_budget": f"{given.budget}GiB"}
-        trace, peak = record_step(training_step(shape, options, torch.device("cuda")))
+        trace, peak = record_step(training_step(shape, {"offload": "checkpoints"}, torch.device("cuda")))
         panels.append(measured_panel("Measured", read_step(trace), peak))
     title = f"Checkpoint offload: {shape.layers} layers of {shape.hidden}, {shape.batch} by {shape.tokens} tokens"
     rates = f"{given.teraflops:g} TFLOP/s, {given.link:g} GB/s each way, frozen weights"
@@ -178,9 +167,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given.output.write_text(draw(title, subtitle, panels), encoding="utf-8")
     for panel in panels:
         print(panel.title)
-    print(
-        f"moved: {len(plan.moved)} of {shape.layers} inputs, never above {plan.peak_bytes / GIB:.2f} GiB: {plan.reason}"
-    )
     print(f"wrote {given.output}")
 
 

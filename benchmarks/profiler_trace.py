@@ -24,7 +24,7 @@ class MeasuredSpan:
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """``step_seconds`` from the first work on the device to the last; ``overlap`` as in the simulator's Timeline."""
+    """``step_seconds`` from the first work on the device to the last; ``overlap`` as in ``step_timeline.Timeline``."""
 
     spans: tuple[MeasuredSpan, ...]
     step_seconds: float

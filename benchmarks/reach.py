@@ -131,13 +131,21 @@ def _run_family(cases: list[Case], sender: Connection) -> None:
         sender.send(run_case(case))
 
 
-def _arguments() -> argparse.Namespace:
-    def names(text: str) -> list[str]:
-        return [each for each in text.split(",") if each]
+def names(text: str) -> list[str]:
+    """Of an option that takes several, with commas between them."""
+    return [each for each in text.split(",") if each]
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+def parser_of_cases(description: str | None) -> argparse.ArgumentParser:
+    """With the options that choose among families of models."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kinds", type=names, default=list(MAPPINGS))
     parser.add_argument("--families", type=names, default=[])
+    return parser
+
+
+def _arguments() -> argparse.Namespace:
+    parser = parser_of_cases(__doc__)
     parser.add_argument("--attention", type=names, default=["default"])
     parser.add_argument("--batches", type=names, default=["packed", "padded", "plain"])
     parser.add_argument("--modes", type=names, default=["training"])

@@ -53,6 +53,11 @@ class Run:
     def median_step_seconds(self) -> float:
         return statistics.median(self.step_seconds[WARM_UP_STEPS:] or self.step_seconds)
 
+    def seconds_until(self, step: int) -> float:
+        """The first steps as they were, with what is compiled in them, and the others at the median time."""
+        first = self.step_seconds[:WARM_UP_STEPS]
+        return sum(first) + (step - len(first)) * self.median_step_seconds
+
     def max_loss_difference(self, other: Run) -> float:
         """The largest difference at any step; NaN where a loss is."""
         return max(abs(a - b) for a, b in zip(self.losses, other.losses, strict=True))

@@ -10,18 +10,21 @@ from weakref import WeakSet
 
 from torch import fx
 
-from glue_compiler import capture, compat, registry, watchers
+from glue_compiler import capture
+from glue_compiler.compat import features, versions
 from glue_compiler.deferred.outputs import defer_outputs
-from glue_compiler.distinct_results import keep_apart, results_apart
-from glue_compiler.fallback import StepPasses, compile_step
-from glue_compiler.forward_mode import refuse_tangents
-from glue_compiler.fuel import RewriteCounter
 from glue_compiler.fx.effects import EffectAnalysis
-from glue_compiler.graph_pass import Numerics, Stage
-from glue_compiler.handoff import HandOff, hand_off, hand_off_in_parts
-from glue_compiler.memory_budget import in_bytes
+from glue_compiler.handoff import watchers
+from glue_compiler.handoff.distinct_results import keep_apart, results_apart
+from glue_compiler.handoff.fallback import StepPasses, compile_step
+from glue_compiler.handoff.forward_mode import refuse_tangents
+from glue_compiler.handoff.hand_off import HandOff, hand_off, hand_off_in_parts
+from glue_compiler.memory.budget import in_bytes
 from glue_compiler.options import GlueOptions, extra_passes_in, parse_options
-from glue_compiler.pipeline import Pipeline
+from glue_compiler.pipeline import registry
+from glue_compiler.pipeline.fuel import RewriteCounter
+from glue_compiler.pipeline.results import Numerics, Stage
+from glue_compiler.pipeline.run import Pipeline
 from glue_compiler.replan.replanner import Replanner
 from glue_compiler.report.session import Session
 
@@ -41,6 +44,8 @@ class GlueBackend:
         self._session = session or Session(keeps=False)
         self.frames: WeakSet[CodeType] = WeakSet()
         """The code objects that were compiled with this backend."""
+        self.known_failures = capture.KnownFailures()
+        self.known_layers = capture.KnownLayers()
         self.rewrites = RewriteCounter()
         self.replanner = Replanner(self.frames)
 
@@ -53,7 +58,7 @@ class GlueBackend:
         options: Mapping[str, Any] | None = None,
         **_: Any,  # 2.15 passes name=
     ) -> Callable[..., Any]:
-        compat.warn_if_untested()
+        versions.warn_if_untested()
         pipeline = self._pipeline_for({"mode": mode, "options": options})
         asked = pipeline.options.memory_budget
         corrected, planned = self.replanner.graph(gm, in_bytes(pipeline.options, example_inputs), asked)
@@ -61,8 +66,7 @@ class GlueBackend:
         effects = EffectAnalysis.for_graph(gm)
         capture.check_leaves(gm, effects)
         groups = results_apart(gm)
-        watch = watchers.watch(corrected, self._session_for(corrected), planned)
-        observer = watch.observer
+        observer = watchers.watch(corrected, self._session_for(corrected), planned, self.known_layers.converting)
         with self.rewrites.undone_on_error():
             reports = pipeline.run(gm, Stage.CAPTURED, observer, effects)
             # Before anything is compiled: the frame is then converted again without the assumption.
@@ -82,8 +86,8 @@ class GlueBackend:
                 gm,
                 example_inputs,
                 pipeline.options_with(passes),
-                pipeline.uuid(passes, watch.origins()),
-                pipeline.step_edit(passes, observer, watch.memory(self.rewrites)),
+                pipeline.uuid(passes),
+                pipeline.step_edit(passes, observer),
             )
 
         step_passes = pipeline.step_passes(gm)
@@ -109,12 +113,20 @@ class GlueBackend:
 
         engine.release()
         self.rewrites.reset()
+        self.known_failures.clear()
+        self.known_layers.clear()
         self.replanner.reset()
 
-    def begin_frame(self, stored: Mapping[str, Any], code: CodeType) -> bool:
-        pipeline = self._pipeline_for(stored)  # wrong options and contracts are errors before anything is traced
+    def begin_frame(self, stored: Mapping[str, Any], code: CodeType) -> capture.Asked:
+        pipeline = self._pipeline_for(stored)  # wrong options and passes are errors before anything is traced
         self.frames.add(code)
-        return any(p.proves_loops for p in pipeline.passes)
+        options, how = pipeline.options, capture.Capture.DYNAMO
+        if options.capture:
+            loops = any(p.proves_loops for p in pipeline.passes)
+            how = capture.Capture.LOOPS if loops else capture.Capture.VALUES
+        is_planned = options.offload is not None or options.memory_budget is not None
+        refusal = "'offload' and 'memory_budget' look at all layers of a step" if is_planned else None
+        return capture.Asked(how, options.regions == "auto", refusal)
 
     def record_capture(self, stored: Mapping[str, Any], event: capture.CaptureEvent) -> None:
         self._session_for(self._pipeline_for(stored).options).add_capture_event(event)
@@ -125,7 +137,7 @@ class GlueBackend:
         if options.verify:  # Inductor's own random numbers are others than those of the graph from before glue
             inductor = {"fallback_random": True, **options.inductor}
             options = dataclasses.replace(options, inductor=inductor)
-        return Pipeline([p for p in passes if compat.can_run(p.name)], options, self.rewrites)
+        return Pipeline([p for p in passes if features.can_run(p.name)], options, self.rewrites)
 
     def _session_for(self, options: GlueOptions) -> Session:
         return watchers.session_of(options, self._session)

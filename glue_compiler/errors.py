@@ -15,7 +15,7 @@ class GlueOptionError(GlueError, ValueError):
 
 
 class GlueContractError(GlueError):
-    """The enabled passes do not fit together: a requirement that nobody provides, a conflict, or a cycle."""
+    """A pass that does not keep to the protocol, cannot be imported, or has the name of another."""
 
 
 class GlueInvariantError(GlueError):
@@ -27,7 +27,7 @@ class GlueOffloadError(GlueError):
 
 
 class GlueGraphFileError(GlueError, ValueError):
-    """A graph that cannot be written to a file, or a file that no graph can be read from."""
+    """A file that glue wrote no graph to, or one whose graph does not run here."""
 
 
 class GlueVerifyError(GlueError, AssertionError):
@@ -53,21 +53,31 @@ def unknown_name(kind: str, name: str, known: Iterable[str], *, list_as: str = "
     return f"unknown {kind} '{name}'{hint}" + (f" {list_as}: {shown}." if shown else "")
 
 
-class GlueSpeculationError(GlueError):
+class GlueCaptureError(GlueError):
+    """A graph that was captured where Dynamo by itself would have ended it, and that cannot be used."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"{reason}\n{WITHOUT_CAPTURE}")
+
+
+WITHOUT_CAPTURE = "Without glue's capture (options={'capture': False} or GLUE_CAPTURE=0), Dynamo ends the graph there."
+
+
+class GlueSpeculationError(GlueCaptureError):
     """What was traced on the assumption that it changes nothing is not proved to; the frame is converted again.
 
     Never reaches a user.
     """
 
 
-class GlueGradientLeafError(GlueError):
+class GlueGradientLeafError(GlueCaptureError):
     """A graph that depends on a call of ``requires_grad_`` that was left out of it; the frame is converted again.
 
     Never reaches a user.
     """
 
 
-class GlueSizeError(GlueError):
+class GlueSizeError(GlueCaptureError):
     """A graph that takes two sizes for equal which eager would broadcast; the frame is converted again.
 
     Never reaches a user.

@@ -9,31 +9,39 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
-from glue_compiler import accelerate_backend, compat
+from glue_compiler.compat.inductor import (
+    checked_inductor_option,
+    inductor_mode_options,
+    inductor_option_names,
+    is_inductor_option,
+)
 from glue_compiler.errors import GlueOptionError, GlueWarning, unknown_name
-from glue_compiler.replan import correction
+from glue_compiler.integrations import accelerate
 
 Compiler = Literal["inductor", "aot_eager"]
 Kernels = Literal["all", "torch"]
 Logits = Literal["deferred", "kept"]
+Regions = Literal["whole", "auto"]
 ASSUMPTIONS = ("sorted_document_ids",)
 
-_ENVIRONMENT = {
-    "GLUE_DUMP": "dump",
-    "GLUE_DISABLE": "passes",
-    "GLUE_STRICT": "strict",
-    "GLUE_COMPILER": "compiler",
-    "GLUE_KERNELS": "kernels",
-    "GLUE_LOGITS": "logits",
-    "GLUE_HOIST_LIMIT": "hoist_limit",
-    "GLUE_MEMOIZE_THRESHOLD": "memoize_threshold",
-    "GLUE_OFFLOAD": "offload",
-    "GLUE_PINNED_LIMIT": "pinned_limit",
-    "GLUE_MEMORY_BUDGET": "memory_budget",
-    "GLUE_FUEL": "fuel",
-    "GLUE_VERIFY": "verify",
-    "GLUE_EXTRA_PASSES": "extra_passes",
-}
+
+@dataclass(frozen=True)
+class Correction:
+    """What a plan is made with.
+
+    Attributes:
+        calls: so many calls of planned graphs wait for their backward at a time, and hold what the plan keeps.
+        taken: bytes that are taken off the budget.
+        told: where that is from, for the report; empty where nothing was measured.
+    """
+
+    calls: int = 1
+    taken: int = 0
+    told: str = ""
+
+    @property
+    def is_measured(self) -> bool:
+        return bool(self.told)
 
 
 @dataclass(frozen=True)
@@ -47,6 +55,9 @@ class GlueOptions:
             ``"torch"``: those that come with torch and glue alone.
         logits: of graphs that return the logits of a loss: ``"deferred"``: they are computed when somebody reads them.
             ``"kept"``: such graphs compute loss and logits as they are.
+        regions: ``"auto"``: layers that are alike are compiled once for each kind, and Python runs their loop.
+            ``"whole"``: a graph holds all that Dynamo can capture, as always with ``fullgraph=True``.
+        capture: let Dynamo capture what it would end a graph at. False: frames are converted as Dynamo does by itself.
         dump: folder for graph dumps and ``summary.json``, or None.
         passes: pass name → on or off; passes not named keep their default.
         strict: raise when a pass fails, instead of restoring the graph and warning.
@@ -60,8 +71,8 @@ class GlueOptions:
             moves.
         pinned_limit: the most bytes of page-locked host memory that this process may hold for copies; None: no limit.
             Beyond it, ordinary memory is used, which is slower. An int, or a string such as ``"8GiB"``.
-        memory_budget: bytes of device memory for a training step: of the inputs of checkpointed regions, the fewest
-            bytes move that bring the predicted peak below it. None: ``offload`` decides. An int, ``"24GiB"``, a float
+        memory_budget: bytes of device memory for a training step: what backward needs is kept, computed again or moved
+            to the host so that the predicted peak is below it. None: ``offload`` decides. An int, ``"24GiB"``, a float
             as a share of the card, or ``"auto"``: what the card has free when a graph is compiled, less a margin.
         fuel: the number of the last single rewrite that is made, over all passes and graphs in order; None: all are.
         verify: check every call of a compiled graph, forward and backward, against its graph from before glue.
@@ -73,6 +84,8 @@ class GlueOptions:
     compiler: Compiler = "inductor"
     kernels: Kernels = "all"
     logits: Logits = "deferred"
+    regions: Regions = "whole"
+    capture: bool = True
     dump: str | None = None
     passes: Mapping[str, bool] = field(default_factory=dict)
     strict: bool = False
@@ -86,12 +99,12 @@ class GlueOptions:
     verify: bool = False
     extra_passes: tuple[Any, ...] = ()
     inductor: Mapping[str, Any] = field(default_factory=dict)
-    correction: correction.Correction = correction.NONE
+    correction: Correction = Correction()
 
     @property
     def budget(self) -> int | None:
         """``memory_budget`` as passes read it: in bytes, as ``memory_budget.in_bytes`` has made it, less what a
-        :class:`~glue_compiler.replan.correction.Correction` takes off."""
+        :class:`Correction` takes off."""
         assert self.memory_budget is None or isinstance(self.memory_budget, int)
         return None if self.memory_budget is None else max(0, self.memory_budget - self.correction.taken)
 
@@ -100,6 +113,8 @@ class GlueOptions:
 
 
 OWN_KEYS = tuple(f.name for f in fields(GlueOptions) if f.name not in ("inductor", "correction"))
+_ENVIRONMENT = {f"GLUE_{key.upper()}": key for key in OWN_KEYS if key not in ("passes", "assume")}
+_ENVIRONMENT["GLUE_DISABLE"] = "passes"
 
 
 def parse_options(
@@ -114,16 +129,16 @@ def parse_options(
         GlueOptionError: for an unknown key, an unknown pass, or a value of the wrong type.
     """
     values = _from_environment(os.environ if environment is None else environment, pass_names)
-    inductor: dict[str, Any] = dict(compat.inductor_mode_options(mode))
+    inductor: dict[str, Any] = dict(inductor_mode_options(mode))
     disabled = values.get("passes", {})
     for key, value in (options or {}).items():
         if key in OWN_KEYS:
             values[key] = _CONVERT[key](value, pass_names)
-        elif compat.is_inductor_option(key):
-            inductor[key.replace("-", "_")] = compat.checked_inductor_option(key, value)
+        elif is_inductor_option(key):
+            inductor[key.replace("-", "_")] = checked_inductor_option(key, value)
         else:
             # The own keys are listed first and whole: Inductor has hundreds.
-            known = [*OWN_KEYS, *compat.inductor_option_names()]
+            known = [*OWN_KEYS, *inductor_option_names()]
             message = unknown_name("option", key, known)
             raise GlueOptionError(f"{message} Options: {', '.join(OWN_KEYS)}, and those of torch._inductor.config.")
     if disabled:
@@ -202,21 +217,19 @@ def shortened(text: str, most: int = 40) -> str:
     return text if len(text) <= most else f"{text[:most]}..."
 
 
-def _passes(value: Any, pass_names: Collection[str]) -> dict[str, bool]:
+def _switches(value: Any, key: str, kind: str, known: Collection[str]) -> dict[str, bool]:
     if not isinstance(value, Mapping):
-        raise GlueOptionError(f"option 'passes' is a dict of pass name to bool, not {value!r}")
+        raise GlueOptionError(f"option '{key}' is a dict of {kind} to bool, not {value!r}")
     for name, on in value.items():
-        if name not in pass_names:
-            raise GlueOptionError(unknown_name("pass", str(name), pass_names, list_as="Passes"))
+        if name not in known:
+            raise GlueOptionError(unknown_name(kind, str(name), known))
         if not isinstance(on, bool):
-            raise GlueOptionError(f"option 'passes': '{name}' is True or False, not {on!r}")
+            raise GlueOptionError(f"option '{key}': '{name}' is True or False, not {on!r}")
     return dict(value)
 
 
-def _compiler(value: Any, _: Collection[str]) -> str:
-    if value not in get_args(Compiler):
-        raise GlueOptionError(unknown_name("compiler", str(value), get_args(Compiler), list_as="Compilers"))
-    return str(value)
+def _passes(value: Any, pass_names: Collection[str]) -> dict[str, bool]:
+    return _switches(value, "passes", "pass", pass_names)
 
 
 def _dump(value: Any, _: Collection[str]) -> str | None:
@@ -225,15 +238,17 @@ def _dump(value: Any, _: Collection[str]) -> str | None:
     return os.fspath(value) if value else None
 
 
-def _assume(value: Any, _: Collection[str]) -> dict[str, bool]:
-    if not isinstance(value, Mapping):
-        raise GlueOptionError(f"option 'assume' is a dict of assumption to bool, not {value!r}")
-    for name, on in value.items():
-        if name not in ASSUMPTIONS:
-            raise GlueOptionError(unknown_name("assumption", str(name), ASSUMPTIONS, list_as="Assumptions"))
-        if not isinstance(on, bool):
-            raise GlueOptionError(f"option 'assume': '{name}' is True or False, not {on!r}")
-    return dict(value)
+def _choice(key: str, choices: Collection[str], none: Collection[Any] = ()) -> Callable[[Any, Collection[str]], Any]:
+    """One of ``choices``; ``none``: what stands for None."""
+
+    def convert(value: Any, _: Collection[str]) -> str | None:
+        if value in none:
+            return None
+        if value not in choices:
+            raise GlueOptionError(unknown_name(key, str(value), choices, list_as="Choices"))
+        return str(value)
+
+    return convert
 
 
 def _flag(name: str) -> Callable[[Any, Collection[str]], bool]:
@@ -261,37 +276,19 @@ def _extra_passes(value: Any, _: Collection[str]) -> tuple[Any, ...]:
     return tuple(value)
 
 
-def _offload(value: Any, _: Collection[str]) -> str | None:
-    if value in (None, "", "none"):
-        return None
-    if value != "checkpoints":
-        raise GlueOptionError(unknown_name("offload", str(value), ["checkpoints"], list_as="Offloads"))
-    return str(value)
-
-
-def _kernels(value: Any, _: Collection[str]) -> str:
-    if value not in get_args(Kernels):
-        raise GlueOptionError(unknown_name("kernels", str(value), get_args(Kernels), list_as="Kernels"))
-    return str(value)
-
-
-def _logits(value: Any, _: Collection[str]) -> str:
-    if value not in get_args(Logits):
-        raise GlueOptionError(unknown_name("logits", str(value), get_args(Logits), list_as="Logits"))
-    return str(value)
-
-
-_CONVERT = {
-    "compiler": _compiler,
-    "kernels": _kernels,
-    "logits": _logits,
+_CONVERT: dict[str, Callable[[Any, Collection[str]], Any]] = {
+    "compiler": _choice("compiler", get_args(Compiler)),
+    "kernels": _choice("kernels", get_args(Kernels)),
+    "logits": _choice("logits", get_args(Logits)),
+    "regions": _choice("regions", get_args(Regions)),
+    "capture": _flag("capture"),
     "dump": _dump,
     "passes": _passes,
     "strict": _flag("strict"),
     "hoist_limit": lambda value, _: parse_bytes(value),
-    "assume": _assume,
+    "assume": lambda value, _: _switches(value, "assume", "assumption", ASSUMPTIONS),
     "memoize_threshold": lambda value, _: parse_bytes(value),
-    "offload": _offload,
+    "offload": _choice("offload", ["checkpoints"], none=(None, "", "none")),
     "pinned_limit": _budget,
     "memory_budget": _memory_budget,
     "fuel": _fuel,
@@ -303,7 +300,7 @@ _CONVERT = {
 def _from_environment(environment: Mapping[str, str], pass_names: Collection[str]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for variable, text in environment.items():
-        if not variable.startswith("GLUE_") or variable == accelerate_backend.SWITCH:
+        if not variable.startswith("GLUE_") or variable == accelerate.SWITCH:
             continue
         key = _ENVIRONMENT.get(variable)
         if key is None:
@@ -314,7 +311,7 @@ def _from_environment(environment: Mapping[str, str], pass_names: Collection[str
         elif key == "passes":
             names = [name for name in re.split(r"[,\s]+", text) if name]
             values[key] = _passes(dict.fromkeys(names, False), pass_names)
-        elif key in ("strict", "verify"):
+        elif key in ("strict", "verify", "capture"):
             flags = {"1": True, "true": True, "0": False, "": False, "false": False}
             values[key] = _CONVERT[key](flags.get(text.lower(), text), ())
         else:

@@ -1,4 +1,4 @@
-"""``glue_compiler.testing`` with this repository's habits: the passes that most tests do not look at are off."""
+"""What tests of passes compile and compare; the passes that most of them do not look at are off."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from typing import Any
 
 import torch
 
-from glue_compiler import registry
-from glue_compiler.testing import Capture as Run
-from glue_compiler.testing import compile_and_keep
+from glue_compiler.pipeline import registry
 from glue_compiler.testing import count_ops as count
+from tools.compiled import Run, compile_and_keep
 
-__all__ = ["Run", "assert_same_bits", "compile_with_glue", "count", "result_and_gradients"]
+__all__ = ["Run", "assert_same_bits", "compile_and_keep", "compile_with_glue", "count", "result_and_gradients"]
 
 
 def compile_with_glue(fn: Any, **how: Any) -> Run:

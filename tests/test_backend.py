@@ -1,15 +1,16 @@
 """The backend through Inductor: the ways in which people call it."""
 
+import importlib
 import subprocess
 import sys
 from importlib.metadata import entry_points
 
 import pytest
 import torch
+from torch._inductor.utils import fresh_cache
 
-from glue_compiler.testing import compile_and_keep
 from tests import versions
-from tests.captured import result_and_gradients
+from tests.captured import compile_and_keep, result_and_gradients
 from tests.passes.hoist_metadata.test_checkpoint_bodies import checkpointed
 from tests.passes.hoist_metadata.test_one_graph import layer_inputs, positions_of, two_layers
 
@@ -151,3 +152,21 @@ def test_a_call_of_a_compiled_module_enters_nothing_of_glues():
     finally:
         sys.setprofile(None)
     assert not seen
+
+
+@pytest.mark.parametrize("backend", ["inductor", "glue"])
+def test_bf16_runs_in_eager_where_inductor_refuses_it_for_the_card(monkeypatch, backend):
+    """As on a T4: Inductor has Dynamo skip the frame."""
+
+    def refuse(graph):
+        raise torch._dynamo.exc.SkipFrame("BF16 is not supported")
+
+    compile_fx = importlib.import_module("torch._inductor.compile_fx")  # a function has the same name
+    monkeypatch.setattr(compile_fx, "_check_triton_bf16_support", refuse)
+    x, *weights = (tensor.bfloat16().requires_grad_() for tensor in layer_inputs())
+    positions = positions_of(5, 1, 6)
+    with fresh_cache():  # where it takes none, Inductor of 2.13 makes an error of it
+        call = torch.compile(two_layers, backend=backend)
+        got = result_and_gradients(lambda *a: call(a[0], positions, *a[1:]), [x, *weights])
+    want = result_and_gradients(lambda *a: two_layers(a[0], positions, *a[1:]), [x, *weights])
+    assert all(map(torch.equal, got, want))

@@ -57,7 +57,7 @@ def test_a_second_process_hits(run):
     assert hits(run()) == (2, 0)
 
 
-# Which options, passes and files are in the key: tests/test_pipeline.py and test_sources.py ask, without processes.
+# Which options, passes and files are in the key: tests/pipeline/test_run.py and test_sources.py ask, without processes.
 def test_an_option_of_a_pass_misses(run):
     assert hits(run({"hoist_limit": 5})) == (0, 3)
 

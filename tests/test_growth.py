@@ -5,10 +5,11 @@ import pstats
 
 import pytest
 
-from glue_compiler import registry
-from glue_compiler.graph_pass import PairPass, Stage
 from glue_compiler.options import GlueOptions
-from glue_compiler.pipeline import Pipeline
+from glue_compiler.pipeline import registry
+from glue_compiler.pipeline.graph_pass import PairPass
+from glue_compiler.pipeline.results import Stage
+from glue_compiler.pipeline.run import Pipeline
 from glue_compiler.testing import capture
 from tests.passes.share_layers.models import Layers, ids, layers
 from tests.slow import slow_but

@@ -44,6 +44,7 @@ def test_an_unknown_pass_and_an_unknown_compiler_name_the_nearest():
     "options",
     [
         {"strict": 1},
+        {"capture": "off"},
         {"passes": ["hoist_metadata"]},
         {"passes": {"hoist_metadata": 1}},
         {"dump": 3},
@@ -79,6 +80,15 @@ def test_a_mode_is_what_it_is_for_inductor():
 def test_the_environment_is_read_and_options_win():
     options = parse({"dump": "b"}, GLUE_DUMP="a", GLUE_STRICT="1", GLUE_HOIST_LIMIT="1KiB", GLUE_COMPILER="aot_eager")
     assert (options.dump, options.strict, options.hoist_limit, options.compiler) == ("b", True, 1024, "aot_eager")
+
+
+@pytest.mark.parametrize("text", ["0", "false", ""])
+def test_capture_is_on_unless_it_is_switched_off(text):
+    assert parse().capture
+    assert not parse(GLUE_CAPTURE=text).capture
+    assert parse({"capture": True}, GLUE_CAPTURE=text).capture
+    with pytest.raises(GlueOptionError, match="'capture' is True or False, not 'off'"):
+        parse(GLUE_CAPTURE="off")
 
 
 def test_glue_disable_wins_over_options():

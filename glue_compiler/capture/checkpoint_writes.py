@@ -12,47 +12,39 @@ from typing import Any
 
 from torch import fx
 
-from glue_compiler import compat
 from glue_compiler.capture.traced_writes import TracedWrites
+from glue_compiler.compat import dynamo_tracing
 from glue_compiler.fx.bodies import CHECKPOINT, is_higher_order
 from glue_compiler.fx.values import StorageKey, storages_of, unbacked_in, value_of
 
 
-class CheckpointWrites(compat.TracingObserver):
+class CheckpointWrites(dynamo_tracing.TracingObserver):
     """Of one frame that is being traced; its checkpointed bodies are looked at as one. ``writes``: of the frame."""
 
     def __init__(self, writes: TracedWrites) -> None:
         self.writes = writes
-        self._begin(None)
+        self.begins()
 
-    def _begin(self, output: Any) -> None:
+    def begins(self) -> None:
         self.repeated: str | None = None
         """A write that eager code would do once more, in words."""
-        self._output = output
         self._waiting: list[fx.Node] = []
         """Calls in bodies that were not looked at yet."""
         self._depends = False
         """Does a body make sizes that depend on data, or branch on what a tensor holds?"""
         self._given: set[StorageKey] = set()
 
-    def is_watching(self, frame: Any, at: int) -> bool:
-        if frame.output is not self._output:  # Dynamo starts again after a failed speculation
-            self._begin(frame.output)
-        return False
-
     def decide(self, frame: Any, at: int | None, node: fx.Node, expression: Any) -> bool | None:
-        self._depends = self._depends or CHECKPOINT in compat.bodies_around(frame)
+        self._depends = self._depends or CHECKPOINT in dynamo_tracing.bodies_around(frame)
         return None
 
-    def made_in_body(self, node: fx.Node, bodies_of: Sequence[Any]) -> None:
-        if node.op.startswith("call_") and CHECKPOINT in bodies_of:
-            self._waiting.append(node)
-
-    def made(self, node: fx.Node, misuses_index: bool) -> None:
+    def made(self, node: fx.Node, frame: Any, bodies_of: Sequence[Any], misuses_index: bool) -> None:
         if node.target is CHECKPOINT and self.repeated is None:  # its body is complete
             self._depends = self._depends or any(map(_makes_sizes, self._waiting))
             if self._depends:
                 self._look()
+        if node.op.startswith("call_") and CHECKPOINT in bodies_of:
+            self._waiting.append(node)
 
     def _look(self) -> None:
         operands = {operand for node in self._waiting for operand in node.all_input_nodes}

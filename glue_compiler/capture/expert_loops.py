@@ -8,6 +8,7 @@ which marks the regions that it has proved; a frame with any other region is con
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
@@ -15,7 +16,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from glue_compiler import compat
 from glue_compiler.capture import bytecode, harmless, list_growth
 from glue_compiler.capture.list_growth import Growth
 from glue_compiler.capture.regions import (
@@ -27,6 +27,7 @@ from glue_compiler.capture.regions import (
     counted_sum,
 )
 from glue_compiler.capture.row_conditions import row_condition
+from glue_compiler.compat import dynamo_frames, dynamo_tracing, harmless_values, known_index
 from glue_compiler.fx.values import value_of
 
 MOST_EXPERTS = 2048
@@ -35,7 +36,7 @@ _CAT = {torch.cat, torch.concat, torch.concatenate}
 
 
 @dataclass
-class SpeculativeRegions(compat.TracingObserver):
+class SpeculativeRegions(dynamo_tracing.TracingObserver):
     """The regions of the frame that is being converted.
 
     ``shortened``: loops whose last position is left out, by code object and position in it.
@@ -45,7 +46,6 @@ class SpeculativeRegions(compat.TracingObserver):
     regions: list[SpeculativeRegion] = field(default_factory=list)
     overran: set[tuple[CodeType, int]] = field(default_factory=set)
     """The loops whose body cannot run for the last position, named as in ``shortened``."""
-    _output: Any = None
     _open: list[SpeculativeRegion] = field(default_factory=list)
     """Those of ``regions`` whose code may run yet."""
 
@@ -57,11 +57,15 @@ class SpeculativeRegions(compat.TracingObserver):
         for region in self.regions:
             region.forget()
 
+    def begins(self) -> None:
+        self._open.clear()
+        self.close()
+        self.regions.clear()
+
     def length_of(self, frame: Any, iterated: fx.Node) -> int | None:
         """How many iterations to trace of a loop over ``iterated``, or None to leave it to Dynamo."""
-        self._begin(frame)
         hits = _nonzero_of_a_vector(iterated)
-        head = compat.loop_about_to_start(frame)
+        head = dynamo_frames.loop_about_to_start(frame)
         if hits is None or head is None:
             return None
         loop = bytecode.loop_at(frame.instructions, head)
@@ -79,7 +83,6 @@ class SpeculativeRegions(compat.TracingObserver):
         """The value of a condition that tells no rows from some rows, when there are some; None for any other."""
         if at is None:
             return None
-        self._begin(frame)
         instructions = frame.instructions
         condition = row_condition(node, expression)
         loop = bytecode.enclosing_loop(instructions, at) if condition is not None else None
@@ -91,7 +94,7 @@ class SpeculativeRegions(compat.TracingObserver):
             return None
         if not all(bytecode.is_carried_within(instructions, loop, span, name) for name in names):
             return None
-        held = {name: compat.local_value(frame, name) for name in names}
+        held = {name: dynamo_frames.local_value(frame, name) for name in names}
         carried = {name: [value] for name, value in held.items()}
         before = self._add(NonEmptyBranch(frame, loop, span, condition=condition, carried=carried))
         for region in before:
@@ -111,15 +114,14 @@ class SpeculativeRegions(compat.TracingObserver):
         return over
 
     def is_watching(self, frame: Any, at: int) -> bool:
-        self._begin(frame)
         return bool(self._open and self._touched_by(frame, at))
 
-    def stepped(self, step: compat.Step) -> None:
+    def stepped(self, step: dynamo_tracing.TracedInstruction) -> None:
         for region in self._touched_by(step.frame, step.at):
             if region.harm is None:
                 region.harm = self._harm(region, step)
 
-    def _harm(self, region: SpeculativeRegion, step: compat.Step) -> str | None:
+    def _harm(self, region: SpeculativeRegion, step: dynamo_tracing.TracedInstruction) -> str | None:
         if not step.goes_on and (step.frame is region.frame or not step.instruction.opname.startswith("RETURN")):
             return "the graph ends inside of it"
         grown = _growth(region, step)
@@ -132,18 +134,11 @@ class SpeculativeRegions(compat.TracingObserver):
         """The regions that the instruction at ``at`` of ``frame`` is in, or of a function that they call."""
         return [r for r in self._open if (r.holds(at) if r.frame is frame else r.is_running())]
 
-    def _begin(self, frame: Any) -> None:
-        if frame.output is not self._output:
-            self._output = frame.output
-            self._open.clear()
-            self.close()
-            self.regions.clear()  # Dynamo starts again after a failed speculation
-
     def created(self, token: Any) -> None:
         for region in self._running():
             region.created.append(token)
 
-    def made(self, node: fx.Node, misuses_index: bool) -> None:
+    def made(self, node: fx.Node, frame: Any, bodies_of: Sequence[Any], misuses_index: bool) -> None:
         if not node.op.startswith("call_"):  # an input that the code is the first to read is no part of it
             return
         if node.target in _CAT:
@@ -161,8 +156,8 @@ class SpeculativeRegions(compat.TracingObserver):
 
     def _note_joined(self, node: fx.Node) -> None:
         for region in self.regions:
-            at = compat.instruction_index(region.frame)
-            if at is None or not isinstance(region, NonEmptyBranch) or not compat.is_tracing(region.frame):
+            at = dynamo_frames.instruction_index(region.frame)
+            if at is None or not isinstance(region, NonEmptyBranch) or not dynamo_frames.is_tracing(region.frame):
                 continue
             if any(at in growth.calls for growth in region.grown.values()):
                 region.joined[at] = node
@@ -175,19 +170,19 @@ def _name(frame: Any, loop: bytecode.Loop) -> tuple[CodeType, int]:
     return frame.f_code, loop.head
 
 
-def _growth(region: SpeculativeRegion, step: compat.Step) -> Growth | None:
+def _growth(region: SpeculativeRegion, step: dynamo_tracing.TracedInstruction) -> Growth | None:
     """The list that the region is about to append to, if that is all that the loop does to it."""
-    outer = next((each for each in map(compat.appended_list, step.pushed) if each is not None), None)
+    outer = next((each for each in map(harmless_values.appended_list, step.pushed) if each is not None), None)
     if outer is None or not isinstance(region, NonEmptyBranch) or step.frame is not region.frame or region.made(outer):
         return None
     growth = list_growth.growth_of(region.frame.instructions, region.loop, region.span, step.at)
-    if growth is None or growth.name in region.grown or not compat.is_list_in(region.frame, growth.name, outer):
+    if growth is None or growth.name in region.grown or not dynamo_frames.is_list_in(region.frame, growth.name, outer):
         return None
     return growth
 
 
 def _indexes_past_the_end(node: fx.Node, index: int) -> bool:
-    if getattr(node.target, "__name__", "") != "getitem" or node.args[1] not in (index, compat.known_index(index)):
+    if getattr(node.target, "__name__", "") != "getitem" or node.args[1] not in (index, known_index.known_index(index)):
         return False
     value = value_of(node.args[0]) if isinstance(node.args[0], fx.Node) else None
     return (

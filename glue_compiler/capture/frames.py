@@ -8,21 +8,25 @@ backends that is compiled meanwhile does not see them.
 from __future__ import annotations
 
 import contextlib
+import enum
 import functools
 import logging
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any, Protocol
 
-from glue_compiler import compat
 from glue_compiler.capture.checkpoint_writes import CheckpointWrites
 from glue_compiler.capture.expert_loops import SpeculativeRegions
 from glue_compiler.capture.gradient_leaves import GradientLeaves
 from glue_compiler.capture.guarded_branches import GuardedBranches
 from glue_compiler.capture.inference_mode import InferenceMode
+from glue_compiler.capture.known_failures import KnownFailures
+from glue_compiler.capture.layer_regions import KnownLayers, LayerRegions
 from glue_compiler.capture.size_assumptions import SizeAssumptions
 from glue_compiler.capture.traced_writes import TracedWrites
+from glue_compiler.compat import dynamo, dynamo_tracing, inductor, layer_calls
 from glue_compiler.errors import GlueGradientLeafError, GlueSizeError, first_line
 
 log = logging.getLogger(__name__)
@@ -34,50 +38,78 @@ FLAGS = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": Tru
 class CaptureEvent:
     """A frame that could not be compiled as it was tried first.
 
-    ``retried``: it was converted again without the flags; otherwise Dynamo left the frame to eager.
+    ``retried``: it was converted again without the flags. ``whole``: its layers were to be regions, and are part of its
+    graph. Otherwise Dynamo left the frame to eager.
     """
 
     reason: str
     retried: bool
+    whole: bool = False
 
 
-def convert_frame(convert: Callable[[], Any], record: Callable[[CaptureEvent], None]) -> Any:
+class Capture(enum.Enum):
+    """How the frames of a compile are converted."""
+
+    DYNAMO = "as Dynamo does by itself"
+    VALUES = "with data-dependent values"
+    LOOPS = "with data-dependent values, and loops over experts traced for all experts"
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What is to be converted.
+
+    ``failure``: why it is known to fail with data-dependent values. ``note``: called with an error and its reason.
+    """
+
+    convert: Callable[[], Any]
+    record: Callable[[CaptureEvent], None]
+    failure: str | None
+    note: Callable[[Exception, str], None]
+
+
+def convert_frame(frame: Frame) -> Any:
     """Convert one frame with the flags on, and once more without them where they are what makes it fail.
 
     With the flags on, branches on what an integer input says are traced as this call takes them.
     """
-    if compat.dynamo_flags(tuple(FLAGS)) == FLAGS:
-        return _convert(convert, record)
+    if dynamo.dynamo_flags(tuple(FLAGS)) == FLAGS:
+        return _convert(frame)
+    reason = frame.failure
     try:
-        writes = TracedWrites()
-        checkpoints, branches, assumptions = CheckpointWrites(writes), GuardedBranches(writes), SizeAssumptions(writes)
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(compat.patch_dynamo(FLAGS))
-            for observer in (writes, checkpoints, branches, assumptions):
-                stack.enter_context(compat.traced(observer))
-            result = convert()
-        reason = assumptions.unguarded or checkpoints.repeated
         if reason is None:
-            return result
+            result, reason = _with_values(frame)
+            if reason is None:
+                return result
     except Exception as error:
         if not _may_be_the_flags(error):
-            return _raise(error, record)
-        reason = first_line(compat.glue_error_in(error) or error)
-    log.info("a frame is converted again without data-dependent capture: %s", reason)
-    record(CaptureEvent(reason, retried=True))
-    return _convert(convert, record)
+            return _raise(error, frame)
+        reason = first_line(dynamo.glue_error_in(error) or error)
+        frame.note(error, reason)
+    log.info("a frame is converted without data-dependent capture: %s", reason)
+    frame.record(CaptureEvent(reason, retried=True))
+    return _convert(frame)
 
 
-def convert_frame_with_loops(
-    convert: Callable[[], Any],
-    record: Callable[[CaptureEvent], None],
-    shortened: frozenset[tuple[CodeType, int]] = frozenset(),
-) -> Any:
+def _with_values(frame: Frame) -> tuple[Any, str | None]:
+    """The frame converted with the flags, and why that is not eager's program; None if it is."""
+    writes = TracedWrites()
+    checkpoints, branches, assumptions = CheckpointWrites(writes), GuardedBranches(writes), SizeAssumptions(writes)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(dynamo.patch_dynamo(FLAGS))
+        stack.enter_context(inductor.backward_failures_raised())
+        for observer in (writes, checkpoints, branches, assumptions):
+            stack.enter_context(dynamo_tracing.traced(observer))
+        result = frame.convert()
+    return result, assumptions.unguarded or checkpoints.repeated
+
+
+def convert_frame_with_loops(frame: Frame, shortened: frozenset[tuple[CodeType, int]] = frozenset()) -> Any:
     """Convert one frame with loops over experts traced for all experts, and once more as it is if one is not proved."""
     with contextlib.closing(SpeculativeRegions(shortened)) as speculative:
         try:
-            with compat.traced(speculative):
-                result = convert_frame(convert, record)
+            with dynamo_tracing.traced(speculative):
+                result = convert_frame(frame)
         except Exception as error:
             if not speculative.regions and not speculative.overran:
                 raise
@@ -88,66 +120,99 @@ def convert_frame_with_loops(
             reason = "code of a loop over experts is not proved to do nothing for experts without rows"
     if speculative.overran - shortened:
         # A mask with a class for "no expert": the weights end one earlier, and eager would fail there too.
-        return convert_frame_with_loops(convert, record, shortened | speculative.overran)
+        return convert_frame_with_loops(frame, shortened | speculative.overran)
     log.info("a frame is converted again, its loops over experts left to Dynamo: %s", reason)
-    record(CaptureEvent(reason, retried=True))
-    return convert_frame(convert, record)
+    frame.record(CaptureEvent(reason, retried=True))
+    return convert_frame(frame)
 
 
-def convert_frame_with_leaves(convert: Callable[[], Any], record: Callable[[CaptureEvent], None]) -> Any:
+def convert_frame_with_leaves(frame: Frame, convert: Callable[[Frame], Any]) -> Any:
     """Convert one frame with ``requires_grad_()`` left out of its graphs, and once more as it is where that shows."""
     try:
-        with compat.traced(GradientLeaves()):
-            return convert()
+        with dynamo_tracing.traced(GradientLeaves()):
+            return convert(frame)
     except Exception as error:
-        own = compat.glue_error_in(error)
+        own = dynamo.glue_error_in(error)
         if not isinstance(own, GlueGradientLeafError):
             raise
         reason = first_line(own)
     log.info("a frame is converted again, its calls of requires_grad_() left to Dynamo: %s", reason)
-    record(CaptureEvent(reason, retried=True))
-    return convert()
+    frame.record(CaptureEvent(reason, retried=True))
+    return convert(frame)
 
 
-def convert_frame_once(convert: Callable[[], Any], record: Callable[[CaptureEvent], None]) -> Any:
+def convert_frame_once(frame: Frame) -> Any:
     """Convert one frame as Dynamo does by itself.
 
     Each try would be a collective, and whether there is a second one may depend on the rank's own data: the others
     would wait for it.
     """
-    record(CaptureEvent("the ranks agree on what they trace (enable_compiler_collectives), in one try", retried=True))
-    return _convert(convert, record)
+    reason = "the ranks agree on what they trace (enable_compiler_collectives), in one try"
+    frame.record(CaptureEvent(reason, retried=True))
+    return _convert(frame)
 
 
-def _convert(convert: Callable[[], Any], record: Callable[[CaptureEvent], None]) -> Any:
+def _convert(frame: Frame) -> Any:
     try:
-        return convert()
+        return frame.convert()
     except Exception as error:
-        return _raise(error, record)
+        return _raise(error, frame)
 
 
-def _raise(error: Exception, record: Callable[[CaptureEvent], None]) -> Any:
-    own = compat.glue_error_in(error)
+def _raise(error: Exception, frame: Frame) -> Any:
+    own = dynamo.glue_error_in(error)
     if own is not None:
         raise own from None
-    if compat.is_soft_failure(error):
-        record(CaptureEvent(first_line(error), retried=False))
+    if dynamo.is_soft_failure(error) and not dynamo.is_left_to_python(error):
+        frame.record(CaptureEvent(first_line(error), retried=False))
     raise error
 
 
 def _may_be_the_flags(error: Exception) -> bool:
     """Dynamo leaves many frames to eager anyway; because of a data-dependent value, only with the flags."""
-    own = compat.glue_error_in(error)
-    if own is not None or compat.is_recompile_limit(error):
+    own = dynamo.glue_error_in(error)
+    if own is not None or dynamo.is_recompile_limit(error):
         return isinstance(own, GlueSizeError)
-    return not compat.is_soft_failure(error) or compat.is_data_dependent_failure(error)
+    return not dynamo.is_soft_failure(error) or dynamo.is_data_dependent_failure(error)
+
+
+def convert_in_regions(
+    frame: Frame, traced: Any, asked: Asked, layers: KnownLayers, convert: Callable[[Frame], Any]
+) -> Any:
+    """Convert one frame up to the layers that it calls; or one of a layer, which all layers of its kind share."""
+    kind = layers.kind_of_frame(traced)
+    if kind is None:
+        observer = LayerRegions(layers, asked.refusal)
+        try:
+            with dynamo_tracing.traced(observer), layers.conversion(None):
+                return convert(frame)
+        finally:
+            for refused in observer.refused:
+                frame.record(CaptureEvent(refused, retried=False, whole=True))
+    if layers.runs_in_python(kind, traced, lambda reason: frame.record(CaptureEvent(reason, retried=False))):
+        return layer_calls.run_in_python()
+    # One function serves the layers of all models, and Dynamo counts what it was compiled to for all of them.
+    with dynamo.patch_dynamo({"recompile_limit": sys.maxsize}), layers.conversion(kind):
+        return convert(frame)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What options ask for. ``refusal``: why layers are no regions, where ``in_regions`` asks for them."""
+
+    capture: Capture
+    in_regions: bool = False
+    refusal: str | None = None
 
 
 class FrameOwner(Protocol):
     """A backend, as this module sees it."""
 
-    def begin_frame(self, stored: Mapping[str, Any], code: CodeType) -> bool:
-        """Called before a frame is converted; says whether its loops over experts are to be traced for all experts.
+    known_failures: KnownFailures
+    known_layers: KnownLayers
+
+    def begin_frame(self, stored: Mapping[str, Any], code: CodeType) -> Asked:
+        """Called before a frame is converted; says how.
 
         Raises:
             GlueOptionError: for wrong options.
@@ -157,15 +222,26 @@ class FrameOwner(Protocol):
     def record_capture(self, stored: Mapping[str, Any], event: CaptureEvent) -> None: ...
 
 
+def _convert_as(how: Capture, frame: Frame) -> Any:
+    if how is Capture.DYNAMO:
+        return _convert(frame)
+    if dynamo.ranks_compile_together():
+        return convert_frame_once(frame)
+    with dynamo_tracing.traced(InferenceMode()):
+        convert_one = convert_frame_with_loops if how is Capture.LOOPS else convert_frame
+        return convert_frame_with_leaves(frame, convert_one)
+
+
 def install(backend_class: type[FrameOwner]) -> None:
     """Make Dynamo convert the frames of ``backend_class``'s compiles through :func:`convert_frame`."""
 
-    def hook(backend: FrameOwner, stored: Mapping[str, Any], code: CodeType, convert: Callable[[], Any]) -> Any:
-        convert_one = convert_frame_with_loops if backend.begin_frame(stored, code) else convert_frame
+    def hook(backend: FrameOwner, stored: Mapping[str, Any], traced: Any, convert: Callable[[], Any]) -> Any:
+        asked, known = backend.begin_frame(stored, traced.f_code), backend.known_failures
         record = functools.partial(backend.record_capture, stored)
-        if compat.ranks_compile_together():
-            return convert_frame_once(convert, record)
-        with compat.traced(InferenceMode()):
-            return convert_frame_with_leaves(lambda: convert_one(convert, record), record)
+        frame = Frame(convert, record, known.of(traced), known.note)
+        convert_one = functools.partial(_convert_as, asked.capture)
+        if not asked.in_regions or dynamo.ranks_compile_together() or not layer_calls.REGIONS.is_available():
+            return convert_one(frame)
+        return convert_in_regions(frame, traced, asked, backend.known_layers, convert_one)
 
-    compat.install_frame_hook(lambda backend: isinstance(backend, backend_class), hook)
+    dynamo.install_frame_hook(lambda backend: isinstance(backend, backend_class), hook)

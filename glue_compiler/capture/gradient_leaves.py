@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from glue_compiler import compat
-from glue_compiler.compat import operators
+from glue_compiler.compat import dynamo_tracing, operators, symbols
 from glue_compiler.compat.operator_calls import call_of
 from glue_compiler.errors import GlueGradientLeafError
 from glue_compiler.fx import bodies
@@ -32,7 +31,7 @@ LEAF = "glue_gradient_leaf"
 """Key in ``node.meta`` of a tensor that asks for a gradient in eager code, and not in the graph."""
 
 
-class GradientLeaves(compat.TracingObserver):
+class GradientLeaves(dynamo_tracing.TracingObserver):
     """Marks those of one frame."""
 
     def asks_for_gradient(self, node: fx.Node) -> bool:
@@ -47,7 +46,7 @@ class GradientLeaves(compat.TracingObserver):
 
 def _is_new(node: fx.Node, value: torch.Tensor) -> bool:
     """Does ``node`` make a tensor in memory of its own, in eager code too, where nothing else lies by now?"""
-    record = EffectAnalysis(compat.fake_mode_of([value])).record_of(None, node)
+    record = EffectAnalysis(symbols.fake_mode_of([value])).record_of(None, node)
     if record is None or len(record.result) != 1 or not isinstance(made := record.result[0], Made):
         return False
     others = [value_of(other) for other in node.graph.nodes if other is not node]
@@ -79,9 +78,7 @@ def _changed_in(gm: fx.GraphModule, changed: dict[fx.Node, Any], effects: Effect
         if LEAF in node.meta:
             changed[node] = value_of(node).detach()
         elif node.op.startswith("call_") and not changed.keys().isdisjoint(node.all_input_nodes):
-            record = effects.record_of(gm, node)
-            if record is not None and any(operators.operators_in(each.overload) for each in record.operators):
-                # Its backward may ask which gradients are wanted (ctx.needs_input_grad), and compute others by that.
+            if _asks_by_what_is_wanted(gm, node, changed, effects):
                 raise GlueGradientLeafError(f"'{node.name}' is no operator of torch's, and runs after requires_grad_()")
             if found.writes:  # the record of what is written to is the one that it has last
                 raise GlueGradientLeafError(f"'{node.name}' writes after requires_grad_()")
@@ -96,6 +93,20 @@ def _changed_in(gm: fx.GraphModule, changed: dict[fx.Node, Any], effects: Effect
             if not has_value(node) or _asks(value) != _asks(value_of(node)):
                 changed[node] = value
     return changed
+
+
+def _asks_by_what_is_wanted(
+    gm: fx.GraphModule, node: fx.Node, changed: dict[fx.Node, Any], effects: EffectAnalysis
+) -> bool:
+    """May its backward compute another gradient because that of a ``changed`` operand is not wanted?
+
+    That of a custom operator may (``ctx.needs_input_grad``), where it gives a gradient to another operand. A product
+    with frozen weights of 4 bits gives none.
+    """
+    record = effects.record_of(gm, node)
+    if record is None or not any(operators.operators_in(each.overload) for each in record.operators):
+        return False
+    return any(any(_asks(changed.get(operand, value_of(operand)))) for operand in node.all_input_nodes)
 
 
 def _result_of_body(call: bodies.BodyCall, changed: dict[fx.Node, Any], effects: EffectAnalysis) -> Any:
@@ -125,7 +136,7 @@ def _run(gm: fx.GraphModule, node: fx.Node, changed: dict[fx.Node, Any], effects
     args, kwargs = fx.map_arg((node.args, node.kwargs), argument)
     try:
         # What asks for a gradient on record was made with autograd on.
-        with mode.entered(), torch.enable_grad(), compat.speculation(fake_mode, fake_mode and fake_mode.shape_env):
+        with mode.entered(), torch.enable_grad(), symbols.speculation(fake_mode, fake_mode and fake_mode.shape_env):
             return call_of(node, args, kwargs)
     except Exception as failure:
         raise GlueGradientLeafError(f"'{node.name}' does not run after requires_grad_(): {failure}") from failure

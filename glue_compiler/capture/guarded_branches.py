@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from glue_compiler import compat
 from glue_compiler.capture.input_functions import Limits, input_function
 from glue_compiler.capture.traced_writes import TracedWrites
-from glue_compiler.compat import branch_guards
+from glue_compiler.compat import branch_guards, dynamo_frames, dynamo_tracing
 from glue_compiler.fx.values import Symbolic, value_of
 
 MOST_GUARDS = 2
@@ -26,18 +25,18 @@ LIMITS = Limits(operators=32, data_dependent=False)
 
 
 @dataclass
-class GuardedBranches(compat.TracingObserver):
+class GuardedBranches(dynamo_tracing.TracingObserver):
     """The decisions for one graph that is being traced. ``writes``: of the frame, told before this."""
 
     writes: TracedWrites
-    _output: Any = None
     _decided: dict[Any, bool] = field(default_factory=dict)
 
+    def begins(self) -> None:
+        self._decided = {}
+
     def decide(self, frame: Any, at: int | None, node: fx.Node, expression: Any) -> bool | None:
-        if not branch_guards.BRANCHES.is_available() or (at is not None and compat.is_assertion(frame, at)):
+        if not branch_guards.BRANCHES.is_available() or (at is not None and dynamo_frames.is_assertion(frame, at)):
             return None
-        if frame.output is not self._output:  # Dynamo starts again after a failed speculation
-            self._output, self._decided = frame.output, {}
         found = input_function(frame, [node], LIMITS, self.writes) if _is_one_boolean(node) else None
         if found is None:
             return None

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from glue_compiler import compat
+from glue_compiler.compat import dynamo_tracing, harmless_values
 
 _INSTRUCTIONS = {
     # Values on the stack, and local names (what of those outlives the code is read in its bytecode).
@@ -43,7 +43,7 @@ _INSTRUCTIONS = {
 }  # fmt: skip
 
 
-def harm(step: compat.Step, is_own: Callable[[Any], bool]) -> str | None:
+def harm(step: dynamo_tracing.TracedInstruction, is_own: Callable[[Any], bool]) -> str | None:
     """None if the instruction leaves Python as it was, but for objects that are the code's own; else why not.
 
     Args:
@@ -55,24 +55,24 @@ def harm(step: compat.Step, is_own: Callable[[Any], bool]) -> str | None:
         return f"its code has the instruction {name}"
     function = None
     if name.startswith("CALL"):
-        function = next((value for value in step.taken(1) if not compat.is_placeholder(value)), None)
+        function = next((value for value in step.taken(1) if not harmless_values.is_placeholder(value)), None)
     for value in step.pushed:
-        if (name == "GET_ITER" or compat.is_iter(function)) and compat.is_iterator(value):
+        if (name == "GET_ITER" or harmless_values.is_iter(function)) and harmless_values.is_iterator(value):
             continue  # a new one: to iterate an iterator is to hold it first
-        unknown = compat.unknown_value(value, is_own)
+        unknown = harmless_values.unknown_value(value, is_own)
         if unknown is not None:
             return f"its code touches {unknown}"
     changed = None
     if name == "STORE_SUBSCR":
         changed = step.taken(0)[1]
-        if compat.is_tensor(changed):
+        if harmless_values.is_tensor(changed):
             return None
-    elif _is_in_place(step.instruction) and compat.is_container(step.taken(1)[0]):
+    elif _is_in_place(step.instruction) and harmless_values.is_container(step.taken(1)[0]):
         changed = step.taken(1)[0]
-    if changed is not None and not (compat.is_container(changed) and is_own(changed)):
+    if changed is not None and not (harmless_values.is_container(changed) and is_own(changed)):
         return "its code may change an object that it has not made"
     if name.startswith("CALL"):
-        unknown = compat.unknown_call(function, step.nodes > 0)
+        unknown = harmless_values.unknown_call(function, step.nodes > 0)
         if unknown is not None:
             return f"its code makes {unknown}" if unknown.startswith("a call") else f"its code calls {unknown}"
     return None

@@ -13,12 +13,12 @@ import sympy
 import torch
 from torch import fx
 
-from glue_compiler import compat
+from glue_compiler.compat import symbols
 from glue_compiler.compat.size_assertions import known_count
 from glue_compiler.errors import GlueSizeError
 from glue_compiler.fx import bodies
 from glue_compiler.fx.effects import EffectAnalysis
-from glue_compiler.fx.records import CallRecord, Given, Made, Meta, meta_of
+from glue_compiler.fx.records import CallRecord, Given, Meta
 from glue_compiler.fx.values import tensors_in, unbacked_in, value_of
 
 aten = torch.ops.aten
@@ -28,11 +28,14 @@ _WRITES = {aten.index_put, aten.index_put_, aten._unsafe_index_put, aten._index_
 
 
 def may_write_at_indices(node: fx.Node) -> bool:
-    """Is it worth a look: a call with something of a size that depends on data, and something to index with?"""
+    """Is it worth a look: does it take a place, something to index with, and a size that depends on data?"""
     if not node.op.startswith("call_"):
         return False
-    tensors = tensors_in([value_of(arg) for arg in node.all_input_nodes])
-    return bool(unbacked_in(tensors)) and any(t.dim() and not t.is_floating_point() for t in tensors)
+    given: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), given.append)  # one node may be several of these
+    tensors = tensors_in([value_of(arg) for arg in given])
+    may_index = any(t.dim() and not t.is_floating_point() for t in tensors)
+    return len(tensors) > 1 and may_index and bool(unbacked_in(tensors))
 
 
 def check_rows(gm: fx.GraphModule) -> None:
@@ -54,19 +57,13 @@ def assumed_of(node: fx.Node, record: CallRecord | None) -> Iterator[Any]:
     for operator in record.operators:
         if operator.overload.overloadpacket not in _WRITES:
             continue
-        value, into = (_meta(operator.arguments[name], record, given) for name in ("values", "self"))
+        value, into = (record.meta_at(operator.arguments[name], given) for name in ("values", "self"))
         if not isinstance(value, Meta) or not isinstance(into, Meta):
             continue
         place = _place(into, operator.arguments["indices"], record, given)
         for size, there in zip(reversed(value.shape), reversed(place), strict=False):
-            if size != there and compat.unbacked_symbols(size):
+            if size != there and symbols.unbacked_symbols(size):
                 yield sympy.Eq(size, there)
-
-
-def _meta(reference: Any, record: CallRecord, given: Sequence[torch.Tensor]) -> Any:
-    if isinstance(reference, Given):
-        return meta_of(given[reference.position])
-    return record.operators[reference.step].results[reference.result] if isinstance(reference, Made) else None
 
 
 def _place(into: Meta, indices: Sequence[Any], record: CallRecord, given: Sequence[torch.Tensor]) -> tuple[Any, ...]:
@@ -76,7 +73,7 @@ def _place(into: Meta, indices: Sequence[Any], record: CallRecord, given: Sequen
     indexed: list[tuple[Any, ...]] = []
     at: list[int] = []
     for index in indices:
-        meta = _meta(index, record, given)
+        meta = record.meta_at(index, given)
         if meta is None and index is None:
             kept.append(left.pop(0))
             continue

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from glue_compiler import compat
+from glue_compiler.compat import dynamo_tracing
 from glue_compiler.fx.bodies import CHECKPOINT
 
 
-class InferenceMode(compat.TracingObserver):
+class InferenceMode(dynamo_tracing.TracingObserver):
     """Of one frame that is being traced."""
 
     def enters_inference_mode(self, bodies_of: Sequence[Any]) -> str | None:

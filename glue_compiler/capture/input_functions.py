@@ -14,7 +14,8 @@ import torch
 from torch import fx
 
 from glue_compiler.capture.traced_writes import TracedWrites
-from glue_compiler.compat import branch_guards, fake_mode_of, size_assertions, unbacked_symbols
+from glue_compiler.compat import branch_guards, size_assertions
+from glue_compiler.compat.symbols import fake_mode_of, unbacked_symbols
 from glue_compiler.fx.bodies import is_higher_order
 from glue_compiler.fx.effects import EffectAnalysis, Kind
 from glue_compiler.fx.values import expression, is_plain, storages_of, tensors_in, unbacked_in, value_of

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from glue_compiler import compat
 from glue_compiler.capture import bytecode
 from glue_compiler.capture.list_growth import Growth
 from glue_compiler.capture.row_conditions import RowCondition
+from glue_compiler.compat import dynamo_frames, harmless_values
 from glue_compiler.errors import GlueSpeculationError
 from glue_compiler.fx import bodies
 
@@ -49,7 +49,7 @@ class SpeculativeRegion:
     """How many operators were traced in it."""
 
     def is_running(self) -> bool:
-        return self.holds(compat.instruction_index(self.frame))
+        return self.holds(dynamo_frames.instruction_index(self.frame))
 
     def holds(self, at: int | None) -> bool:
         """Is the instruction at ``at`` of its frame one of the region, which is not over?"""
@@ -57,7 +57,7 @@ class SpeculativeRegion:
 
     def made(self, thing: Any) -> bool:
         """Has the code made the object that Dynamo's variable ``thing`` stands for?"""
-        token = compat.mutation_token(thing)
+        token = harmless_values.mutation_token(thing)
         return any(token is own for own in self.created)
 
     def forget(self) -> None:

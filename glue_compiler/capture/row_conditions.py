@@ -10,8 +10,8 @@ import sympy
 import torch
 from torch import fx
 
-from glue_compiler import compat
 from glue_compiler.compat import numpy_capture
+from glue_compiler.compat.symbols import unbacked_symbols
 from glue_compiler.fx.values import value_of
 
 _COMPARE = {
@@ -71,7 +71,7 @@ def _compared(condition: fx.Node) -> tuple[fx.Node, bool] | None:
 def _tells_zero(condition: Any) -> Any | None:
     """The unbacked symbol, if ``condition`` only asks whether it, a size, is zero."""
     symbols = list(getattr(condition, "free_symbols", ()))
-    if len(symbols) != 1 or not compat.unbacked_symbols(condition):
+    if len(symbols) != 1 or not unbacked_symbols(condition):
         return None
     symbol = symbols[0]
     zero, one = sympy.S.Zero, sympy.S.One

@@ -19,18 +19,19 @@ One row that is assigned to a slice whose length depends on data too, ``out[:n] 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
 from torch import fx
 
-from glue_compiler import compat
+from glue_compiler.capture.index_bounds import assert_indices, may_select
 from glue_compiler.capture.index_puts import ASSUMES_ROWS, assumed_of, may_write_at_indices
 from glue_compiler.capture.input_functions import InputFunction, Limits, input_function
+from glue_compiler.capture.size_divisions import divided_by_size, may_divide
 from glue_compiler.capture.traced_writes import TracedWrites
-from glue_compiler.compat import branch_guards, size_assertions
+from glue_compiler.compat import branch_guards, dynamo_frames, dynamo_tracing, size_assertions
 from glue_compiler.fx.bodies import is_higher_order
 from glue_compiler.fx.effects import Kind
 from glue_compiler.fx.values import storages_of, tensors_in, unbacked_in, value_of
@@ -39,7 +40,7 @@ LIMITS = Limits(operators=128, data_dependent=True)
 
 
 @dataclass
-class SizeAssumptions(compat.TracingObserver):
+class SizeAssumptions(dynamo_tracing.TracingObserver):
     """The assumptions of one frame that is being traced.
 
     ``writes``: of the frame, told before this. ``unguarded``: an assumption that no guard can see to, in words.
@@ -47,32 +48,59 @@ class SizeAssumptions(compat.TracingObserver):
 
     writes: TracedWrites
     unguarded: str | None = None
-    _output: Any = None
     _seen: list[Any] = field(default_factory=list)
     _nodes: list[fx.Node] = field(default_factory=list)
     """Made since the assertions were looked at."""
+    _dependent: list[fx.Node] = field(default_factory=list)
+    """Those of them that take what depends on data."""
 
-    def made(self, node: fx.Node, misuses_index: bool) -> None:
+    def begins(self) -> None:
+        self._seen, self.unguarded = [], None
+        self._nodes.clear()
+        self._dependent.clear()
+
+    def made(self, node: fx.Node, frame: Any, bodies_of: Sequence[Any], misuses_index: bool) -> None:
+        """Compiled code raises when the graph runs, or not at all, where eager code goes on in a handler."""
         self._nodes.append(node)
+        if node.op.startswith("call_") and unbacked_in([value_of(arg) for arg in node.all_input_nodes]):
+            self._dependent.append(node)
+            if dynamo_frames.may_catch(frame):
+                self.unguarded = f"'{node.name}' takes what depends on data, and its exceptions are caught"
 
-    def is_watching(self, frame: Any, at: int) -> bool:
-        if frame.output is not self._output:  # Dynamo starts again after a failed speculation
-            self._output, self._seen, self.unguarded = frame.output, [], None
-            self._nodes.clear()
-            return False
+    def breaks(self, frame: Any) -> None:
+        """Dynamo by itself breaks where a number is read, and goes on with what Python makes of it. What goes on behind
+        this break takes ranges and dictionaries of numbers as inputs, which Dynamo does not guard (2.13)."""
+        if any(map(dynamo_frames.depends_on_data, frame.stack)):
+            self.unguarded = "a graph break takes what depends on data"
+
+    def looks_into_container(self, frame: Any) -> None:
+        if any(map(dynamo_frames.depends_on_data, frame.stack[-2:])):
+            self.unguarded = "what depends on data is looked for in a container, where Dynamo finds constants alone"
+
+    def traced(self, frame: Any) -> None:
+        """Not only behind nodes: what an instruction without any asserts is no operator's, and stays torch's."""
         if size_assertions.assertion_count(frame) != len(self._seen):
             made = size_assertions.assertions(frame)
             for assertion in [each for token, each in made if not any(token is known for known in self._seen)]:
-                if size_assertions.eager_raises(frame, self._nodes, assertion):
-                    continue
-                if not self._is_kept(frame, assertion):
+                if size_assertions.compares_with_a_known_size(assertion):  # which becomes a guard
+                    is_fine = self._eager_raises(frame, assertion) or self._is_kept(frame, assertion)
+                else:
+                    is_fine = self._is_kept(frame, assertion) or self._eager_raises(frame, assertion)
+                if not is_fine:
                     self.unguarded = f"eager does not ask for {assertion} at '{self._nodes[-1].name}'"
             self._seen = [token for token, _ in made]
-        for node in self._nodes:
+        for node in self._dependent:
             if may_write_at_indices(node):
                 self._written(frame, node)
+            if may_select(node):
+                self.unguarded = assert_indices(node, self.writes.record_of(node)) or self.unguarded
+            if may_divide(node):
+                self.unguarded = divided_by_size(node, self.writes.record_of(node)) or self.unguarded
         self._nodes.clear()
-        return False
+        self._dependent.clear()
+
+    def _eager_raises(self, frame: Any, assertion: Any) -> bool:
+        return size_assertions.eager_raises(frame, self._nodes, assertion)
 
     def _written(self, frame: Any, node: fx.Node) -> None:
         """Rows of unknown number that are written to a known one may be those of experts: a pass may prove them."""

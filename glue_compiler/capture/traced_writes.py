@@ -6,28 +6,32 @@ none.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from torch import fx
 
-from glue_compiler import compat
+from glue_compiler.compat import dynamo_tracing, symbols
 from glue_compiler.fx.bodies import is_higher_order
 from glue_compiler.fx.effects import EffectAnalysis, Effects, Kind, is_known_function
 from glue_compiler.fx.records import CallRecord
 from glue_compiler.fx.values import StorageKey, tensors_in, value_of
 
 
-class TracedWrites(compat.TracingObserver):
+class TracedWrites(dynamo_tracing.TracingObserver):
     """Of one frame, bodies included. Nodes are noted when Dynamo makes them, and looked at when somebody asks."""
 
     def __init__(self) -> None:
+        self.begins()
+
+    def begins(self) -> None:
         self._waiting: list[fx.Node] = []
         self._written: set[StorageKey] = set()
         self._anything = False
         self._effects: dict[int, EffectAnalysis] = {}
-        """For each fake mode: Dynamo makes another one when it starts again after a failed speculation."""
+        """By fake mode."""
 
-    def made(self, node: fx.Node, misuses_index: bool) -> None:
+    def made(self, node: fx.Node, frame: Any, bodies_of: Sequence[Any], misuses_index: bool) -> None:
         if node.op.startswith("call_"):
             self._waiting.append(node)
 
@@ -46,7 +50,7 @@ class TracedWrites(compat.TracingObserver):
         return self._analysis_for(node).record_of(None, node)
 
     def _analysis_for(self, node: fx.Node) -> EffectAnalysis:
-        mode = compat.fake_mode_of(tensors_in([value_of(each) for each in (node, *node.all_input_nodes)]))
+        mode = symbols.fake_mode_of(tensors_in([value_of(each) for each in (node, *node.all_input_nodes)]))
         return self._effects.setdefault(id(mode), EffectAnalysis(mode))
 
     def _look_at(self, node: fx.Node) -> None:

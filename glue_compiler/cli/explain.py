@@ -17,7 +17,10 @@ from glue_compiler.errors import GlueError, unknown_name
 
 STYLES = {
     "graph ": "bold",
-    "left alone": "yellow",
+    "glue ": "bold",
+    "Worth": "green",
+    "Left": "yellow",
+    "left as it was": "yellow",
     "host sync that remains": "red",
     "host sync once": "cyan",
     "ends at": "red",
@@ -45,7 +48,7 @@ def explain(
         ),
     ] = None,
 ) -> None:
-    """Report graphs, graph breaks, rewrites, what was left alone and why, and the host syncs that remain.
+    """Report what glue rewrites, what that is worth and what is left; then graphs, host syncs, and each reason once.
 
     FUNCTION takes no arguments. It may return `(model, args, kwargs)`, `(model, args)`, `(model, kwargs)` or
     `(model,)`: then that call is explained. Otherwise the function itself is. One forward runs, in eager operators;
@@ -87,17 +90,12 @@ def find(target: str) -> Callable[[], Any]:
         found = getattr(found, part)
     if not callable(found):
         raise TargetError(f"'{target}' is not a function, but {type(found).__name__}")
-    needed = [
-        name
-        for name, parameter in inspect.signature(found).parameters.items()
-        if parameter.default is parameter.empty
-        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    ]
-    if needed:
+    try:
+        inspect.signature(found).bind()
+    except TypeError as error:
         raise TargetError(
-            f"'{target}' takes arguments ({', '.join(needed)}); write a function without any that returns "
-            "(model, args, kwargs)"
-        )
+            f"'{target}' takes arguments ({error}); write a function without any that returns (model, args, kwargs)"
+        ) from error
     return found
 
 

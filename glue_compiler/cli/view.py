@@ -8,11 +8,11 @@ from typing import Annotated
 
 import typer
 
+from glue_compiler.byte_sizes import with_unit
 from glue_compiler.cli.console import console, warn
 from glue_compiler.report.graph_text import DumpError
 from glue_compiler.report.page import render_page
 from glue_compiler.report.page_data import page_data
-from glue_compiler.report.predicted_step import Rates
 from glue_compiler.report.recorded import read_folder
 
 
@@ -21,11 +21,6 @@ def view(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Where to; by default FOLDER/view.html.")
     ] = None,
-    teraflops: Annotated[
-        float | None,
-        typer.Option(help="Reached in products: predicts streams in time. With --link.", min=1e-6),
-    ] = None,
-    link: Annotated[float | None, typer.Option(help="GB/s between device and host, each way.", min=1e-6)] = None,
     open_page: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
 ) -> None:
     """Write one self-contained HTML page of a compile.
@@ -33,17 +28,14 @@ def view(
     Graphs and passes with their times; each pass before and after, side by side, with your source lines; what was left
     alone and why; the host syncs that remain; the streams of checkpoint offload. Press `?` in the page for its keys.
     """
-    if (teraflops is None) != (link is None):
-        raise typer.BadParameter("a prediction needs both --teraflops and --link")
-    rates = Rates(teraflops * 1e12, link * 1e9) if teraflops is not None and link is not None else None
     path = output or folder / "view.html"
     recorded = read_folder(folder)
     warn(recorded.warnings)
-    page = render_page(page_data(recorded, rates))
+    page = render_page(page_data(recorded))
     try:
         path.write_text(page, encoding="utf-8")
     except OSError as error:
         raise DumpError(f"the page cannot be written: {error}") from error
-    console().print(f"wrote {path} ({len(page.encode()) / 2**20:.1f} MiB)", markup=False, soft_wrap=True)
+    console().print(f"wrote {path} ({with_unit(len(page.encode()))})", markup=False, soft_wrap=True)
     if open_page:
         webbrowser.open(path.resolve().as_uri())

@@ -5,16 +5,17 @@ from __future__ import annotations
 import contextlib
 import importlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from dataclasses import astuple, dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from glue_compiler.compat import saved_tensor_hooks
-from glue_compiler.compat.known_problems import torch_version
+from glue_compiler.compat.versions import torch_version
 
 
 def has_sdpa_backward(result: Tensor) -> bool:
@@ -29,6 +30,60 @@ def has_flex_gradient(device: torch.device, sizes: Iterable[int | torch.SymInt])
     of the whole for a size. Elsewhere than on a GPU it does not come to that.
     """
     return device.type != "cuda" or all(isinstance(size, int) for size in sizes)
+
+
+@dataclass(frozen=True)
+class FlexForward:
+    """Queries and keys in a block of flex_attention's forward."""
+
+    rows: int
+    columns: int
+    stages: int
+    warps: int
+
+    def options(self) -> dict[str, int]:
+        """As the operator takes them."""
+        names = ("BLOCK_M", "BLOCK_N", "num_stages", "num_warps")
+        return {f"fwd_{name}": value for name, value in zip(names, astuple(self), strict=True)}
+
+
+@dataclass(frozen=True)
+class FlexBackward:
+    """Queries and keys in a block of flex_attention's backward: one half walks queries, the other keys."""
+
+    rows_walked: int
+    columns_kept: int
+    rows_kept: int
+    columns_walked: int
+    stages: int
+    warps: int
+
+    def options(self) -> dict[str, int]:
+        """As the operator takes them."""
+        names = ("BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2", "num_stages", "num_warps")
+        return {f"bwd_{name}": value for name, value in zip(names, astuple(self), strict=True)}
+
+
+class FlexKernels(NamedTuple):
+    """Those of which Inductor takes the fastest that runs: one of each, unless it tunes them."""
+
+    forward: list[FlexForward]
+    backward: list[FlexBackward]
+
+
+def flex_kernels(head_size: int, dtype: torch.dtype) -> FlexKernels:
+    """What Inductor chooses for the current CUDA device."""
+    choices = importlib.import_module("torch._inductor.virtualized").V.choices
+    return FlexKernels(
+        [
+            FlexForward(each.block_m, each.block_n, each.num_stages, each.num_warps)
+            for each in choices.get_flex_attention_fwd_configs(head_size, dtype, "cuda")
+        ],
+        [
+            FlexBackward(each.block_m1, each.block_n1, each.block_m2, each.block_n2, each.num_stages, each.num_warps)
+            for each in choices.get_flex_attention_bwd_configs(head_size, dtype, "cuda")
+        ],
+    )
 
 
 def flash_varlen_forward(
@@ -110,7 +165,7 @@ def flex_attention(
     scale: float,
     score: Callable[..., Tensor] | None = None,
     score_tensors: tuple[Tensor, ...] = (),
-    score_bytes: int = 0,
+    options: Mapping[str, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """flex_attention's operator itself, for graphs that are being traced; Inductor makes the kernel.
 
@@ -125,7 +180,7 @@ def flex_attention(
         mask: ``(batch, head, query, key, *mask_tensors)`` → bool; read in blocks with a mask alone.
         scale: multiplies the scores.
         score: ``(score, batch, head, query, key, *score_tensors)`` → what takes the place of a scaled score.
-        score_bytes: that it reads for each score.
+        options: for the kernels, of :class:`FlexForward` and :class:`FlexBackward`.
 
     Returns:
         ``[B, Hq, Q, D]``, and the logsumexp of the scores, fp32 (fp64 for fp64) ``[B, Hq, Q]``, to the base of e.
@@ -139,14 +194,14 @@ def flex_attention(
     block_mask = module.BlockMask(lengths, *lists, BLOCK_SIZE=(block, block), mask_mod=lambda *places: mask(*places))
     score_mod = module._identity if score is None else lambda *given: score(*given)
     # AUTO would take a decoding kernel for short rows.
-    given = {"BACKEND": "TRITON", **_fewer_stages(query.shape[3], score_bytes)}
-    options = module._apply_kernel_options(query, key, value, False, given)
+    given = {"BACKEND": "TRITON", **(options or {})}
+    applied = module._apply_kernel_options(query, key, value, False, given)
     # The operator traces the gradient of its scores with autograd, where a checkpoint around an eager call would take
     # what that saves for the forward's own, and compute it again in the middle of it.
     is_hooked = score is not None and saved_tensor_hooks.are_active()
     with saved_tensor_hooks.out_of_sight() if is_hooked else contextlib.nullcontext():
         out, logsumexp, *_ = operator(
-            query, key, value, score_mod, block_mask.as_tuple(), scale, options, score_tensors, mask_tensors
+            query, key, value, score_mod, block_mask.as_tuple(), scale, applied, score_tensors, mask_tensors
         )
     return out, logsumexp * math.log(2)  # it is to the base of 2
 
@@ -154,17 +209,6 @@ def flex_attention(
 def most_score_bytes(device: torch.device) -> float:
     """That a kernel may read for each score: more than four were not tried for room in shared memory."""
     return 4 if device.type == "cuda" else math.inf
-
-
-def _fewer_stages(size: int, score_bytes: int) -> dict[str, int]:
-    """Options for a kernel that reads ``score_bytes`` for each score and has heads of ``size``, so that it fits.
-
-    Triton loads them ahead like keys and values, which Inductor's choice of blocks and stages does not count: with
-    numbers of four bytes blocks of 128 x 128 take 240 KiB in three stages, and an H200 has 227 of shared memory. Two
-    are no more than Inductor takes itself for these sizes on any generation; for larger ones it takes smaller blocks,
-    and so does backward, both of which fit.
-    """
-    return {"fwd_num_stages": 2} if score_bytes >= 4 and size <= 128 else {}
 
 
 def cudnn_before_flash() -> AbstractContextManager[Any]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import io
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from glue_compiler.compat.parts import Feature, Uses
@@ -14,7 +16,17 @@ PASSES, REWRITES = "passes", "rewrites"
 
 BISECTOR = Feature(
     "part in torch's compiler bisector",
-    {"torch._inductor.compiler_bisector:CompilerBisector.disable_subsystem": Uses(("backend", "subsystem"))},
+    {
+        f"torch._inductor.compiler_bisector:CompilerBisector.{name}": Uses(arguments)
+        for name, arguments in (
+            ("disable_subsystem", ("backend", "subsystem")),
+            ("do_bisect", ("fn",)),
+            ("get_bisect_range", ("backend_name", "subsystem_name")),
+            ("get_run_state", ("backend_name", "subsystem_name")),
+            ("get_subsystem", ()),
+            ("update_bisect_range", ("backend_name", "subsystem_name", "low", "high")),
+        )
+    },
 )
 
 
@@ -33,12 +45,46 @@ def disables(part: str, what: str) -> bool:
 
 
 @contextlib.contextmanager
-def registered() -> Iterator[Any]:
-    """Lets the bisector search in glue too, after its own backends; yields the bisector."""
+def registered(first: bool = False) -> Iterator[Any]:
+    """Lets the bisector search in glue too, after its own backends or before them; yields the bisector."""
     from torch._inductor.compiler_bisector import BACKENDS, BisectSubsystem, CompilerBisector
 
-    BACKENDS[BACKEND] = [BisectSubsystem(REWRITES), BisectSubsystem(PASSES)]
+    before: dict[str, Any] = dict(BACKENDS)
+    ours: dict[str, Any] = {BACKEND: [BisectSubsystem(REWRITES), BisectSubsystem(PASSES)]}
+    BACKENDS.clear()
+    BACKENDS.update({**ours, **before} if first else {**before, **ours})
     try:
         yield CompilerBisector
     finally:
-        del BACKENDS[BACKEND]
+        BACKENDS.clear()
+        BACKENDS.update(before)
+
+
+def search(works: Callable[[str, int], bool], totals: Mapping[str, int]) -> tuple[str, int] | None:
+    """Lets the bisector search in glue alone, for a program that fails with all of it and runs in other processes.
+
+    Args:
+        works: does the program work with so many of this part, the first ones, and all of the other part?
+        totals: how many there are of each part.
+
+    Returns:
+        The part, and the number, from 1, of the first one with which the program fails. None: it fails with none too.
+    """
+    shown = sys.stdout
+
+    def step() -> bool:
+        part = torchs.get_subsystem()
+        if part is None:
+            return False
+        state = torchs.get_run_state(BACKEND, part)
+        if state == "find_max_bounds":  # it would count in this process
+            torchs.update_bisect_range(BACKEND, part, 0, max(0, totals[part] - 1))
+            return False
+        number = 0 if state == "test_disable" else sum(torchs.get_bisect_range(BACKEND, part)) // 2 + 1
+        with contextlib.redirect_stdout(shown):
+            return (number == 0 or number < totals[part]) and works(part, number)
+
+    # It prints each of its steps, and so does the caller.
+    with registered(first=True) as torchs, contextlib.redirect_stdout(io.StringIO()):
+        found = torchs.do_bisect(step)
+    return None if found is None or found.subsystem is None else (found.subsystem, found.bisect_number + 1)

@@ -12,6 +12,7 @@ import torch
 
 from glue_compiler.compat.dynamo_tracing import unobserved
 from glue_compiler.compat.features import LOOKS
+from glue_compiler.compat.layer_calls import LEFT_TO_PYTHON
 from glue_compiler.compat.parts import ANY, Feature, Uses
 from glue_compiler.errors import GlueError
 
@@ -38,6 +39,11 @@ def is_piece_for_ddp() -> bool:
     """
     context = torch._guards.TracingContext.try_get()
     return bool(getattr(context, "fakify_first_call", False))
+
+
+def backend_is_registered() -> bool:
+    """Does ``torch.compile(..., backend="glue")`` find glue?"""
+    return "glue" in torch._dynamo.list_backends(exclude_tags=None)
 
 
 def is_compiled(model: Any) -> bool:
@@ -70,8 +76,8 @@ FRAMES = Feature(
     },
 )
 
-FrameHook = Callable[[Any, Mapping[str, Any], types.CodeType, Callable[[], Any]], Any]
-"""Called with: compiler function, keyword arguments that torch.compile stored for it, the frame's code, convert."""
+FrameHook = Callable[[Any, Mapping[str, Any], Any, Callable[[], Any]], Any]
+"""Called with: compiler function, keyword arguments that torch.compile stored for it, the frame, convert."""
 
 
 def install_frame_hook(is_ours: Callable[[Any], bool], hook: FrameHook) -> None:
@@ -95,7 +101,7 @@ def install_frame_hook(is_ours: Callable[[Any], bool], hook: FrameHook) -> None:
         with unobserved():
             if not is_ours(compiler_fn):
                 return original(self, frame, *args, **kwargs)
-            return hook(compiler_fn, stored, frame.f_code, lambda: original(self, frame, *args, **kwargs))
+            return hook(compiler_fn, stored, frame, lambda: original(self, frame, *args, **kwargs))
 
     convert_frame.glue_hook = hook  # type: ignore[attr-defined]
     ConvertFrameAssert.__call__ = convert_frame  # type: ignore[method-assign]
@@ -123,6 +129,11 @@ def is_soft_failure(error: BaseException) -> bool:
     from torch._dynamo import exc
 
     return isinstance(error, exc.Unsupported | exc.UserError | exc.SkipFrame)
+
+
+def is_left_to_python(error: BaseException) -> bool:
+    """Is it a graph that glue ended on purpose, where Dynamo cannot go on behind?"""
+    return any(LEFT_TO_PYTHON in str(each) for each in error_chain(error))
 
 
 def is_compilers_failure(error: BaseException) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dis
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -12,13 +13,14 @@ from typing import Any
 import torch
 from torch import fx
 
+from glue_compiler.compat import layer_calls
 from glue_compiler.compat.harmless_values import touched
 from glue_compiler.compat.known_index import hit_variable, read_as_number, replace_known_index
 from glue_compiler.compat.parts import ANY, Feature, Uses
 
 
 @dataclass(frozen=True)
-class Step:
+class TracedInstruction:
     """An instruction that Dynamo has traced, and the stack before and after it, the lowest value first.
 
     ``nodes``: how many it has added to the graph. ``goes_on``: it is neither a return nor the end of a graph.
@@ -49,6 +51,9 @@ class Step:
 class TracingObserver:
     """Told and asked while Dynamo traces a frame. What a class does not override is left to Dynamo."""
 
+    def begins(self) -> None:
+        """Dynamo begins to trace, also again after a failed speculation: nothing told before holds any more."""
+
     def length_of(self, frame: Any, iterated: fx.Node) -> int | None:
         """How many items a tensor of unknown length has; they are ``tensor([0])``, ``tensor([1])``, ... then."""
         return None
@@ -64,10 +69,10 @@ class TracingObserver:
         return None
 
     def is_watching(self, frame: Any, at: int) -> bool:
-        """Called before each instruction: is ``stepped`` to be called after it?"""
+        """Is ``stepped`` to be called after the instruction at ``at``? Asked of all sixty thousand of a large model."""
         return False
 
-    def stepped(self, step: Step) -> None:
+    def stepped(self, step: TracedInstruction) -> None:
         """Dynamo has traced an instruction."""
 
     def asks_for_gradient(self, node: fx.Node) -> bool:
@@ -88,24 +93,47 @@ class TracingObserver:
         """
         return None
 
-    def made(self, node: fx.Node, misuses_index: bool) -> None:
-        """Dynamo added a node to a graph.
+    def made(self, node: fx.Node, frame: Any, bodies_of: Sequence[Any], misuses_index: bool) -> None:
+        """Dynamo has added a node to a graph; its value is on record when :meth:`traced` is called.
 
-        ``misuses_index``: it takes an item of ``length_of``'s otherwise than to index a tensor with it.
+        Args:
+            frame: the translator that traces the code that the node comes from.
+            bodies_of: as in ``enters_inference_mode``.
+            misuses_index: it takes an item of ``length_of``'s otherwise than to index a tensor with it.
         """
 
-    def made_in_body(self, node: fx.Node, bodies_of: Sequence[Any]) -> None:
-        """Dynamo added a node to the body of a higher-order operator; as in ``enters_inference_mode``."""
+    def traced(self, frame: Any) -> None:
+        """Called before each instruction: what came before is traced, and its values are on record."""
+
+    def looks_into_container(self, frame: Any) -> None:
+        """Called before a test for membership, of the two values on top of the stack."""
+
+    def breaks(self, frame: Any) -> None:
+        """Dynamo ends the graph: what is on the stack of ``frame`` is done by Python."""
+
+    def calls(self, call: layer_calls.ModuleCall) -> str | None:
+        """Called before a function of a module is inlined; a text, if Python is to make the call itself: why."""
+        return None
+
+    def called(self, call: layer_calls.ModuleCall) -> None:
+        """What ``calls`` was called with has been inlined."""
 
 
 TRACING = Feature(
     "tracing of loops over experts and of branches on integer inputs",
     {
+        "torch._dynamo.bytecode_transformation:Instruction.__annotations__": Uses(texts=("exn_tab_entry",)),
+        "torch._dynamo.bytecode_transformation:InstructionExnTabEntry.__annotations__": Uses(texts=("target",)),
         "torch._dynamo.bytecode_transformation:cleaned_instructions": Uses(("code",)),
         "torch._dynamo.exc:unimplemented": Uses(("gb_type", "context", "explanation", "hints")),
         "torch._dynamo.output_graph:SubgraphTracer.__init__": Uses(("self",), ("parent", "source_target")),
         "torch._dynamo.output_graph:SubgraphTracer.create_proxy": Uses(("self", "kind", "target")),
+        "torch._dynamo.symbolic_convert:InliningInstructionTranslator.__init__": Uses(names=("parent",)),
+        "torch._dynamo.symbolic_convert:InstructionTranslatorBase.__init__": Uses(
+            names=("active_generic_context_managers", "block_stack", "f_globals", "indexof")
+        ),
         "torch._dynamo.symbolic_convert:InstructionTranslatorBase.run": Uses(names=("step",)),
+        "torch._dynamo.output_graph:OutputGraph.compile_subgraph": Uses(("self", "tx", "reason")),
         "torch._dynamo.symbolic_convert:InstructionTranslatorBase.step": Uses(
             ("self",), ("instruction_pointer", "instructions", "stack", "output", "dispatch_table")
         ),
@@ -119,8 +147,11 @@ TRACING = Feature(
         "torch._dynamo.variables.base:VariableTracker.call_method": Uses(("self", "tx", "name", "args", "kwargs")),
         "torch._dynamo.variables.base:VariableTracker.is_python_constant": Uses(("self",)),
         "torch._dynamo.variables.constant:ConstantVariable.create": Uses(("value",)),
+        "torch._dynamo.variables.ctx_manager:GenericContextWrappingVariable.__init__": Uses(names=("cm_obj",)),
         "torch._dynamo.variables.ctx_manager:InferenceModeVariable.enter": Uses(("self", "tx")),
+        "torch._dynamo.variables.dicts:ConstDictVariable.__init__": Uses(names=("items",)),
         "torch._dynamo.variables.lazy:LazyVariableTracker.realize": Uses(("self",)),
+        "torch._dynamo.variables.lists:BaseListVariable.__init__": Uses(names=("items",)),
         "torch._dynamo.variables.lists:ListVariable": ANY,
         "torch._dynamo.variables.tensor:SymNodeVariable.evaluate_expr": Uses(("self", "output_graph")),
         "torch._dynamo.variables.tensor:TensorVariable.call_method": Uses(("self", "tx", "name", "args", "kwargs")),
@@ -141,7 +172,12 @@ TRACING = Feature(
 class _Observers(threading.local):
     now: tuple[TracingObserver, ...] = ()
     watching: tuple[TracingObserver, ...] = ()
-    """Those that want to hear of instructions."""
+    hearing: tuple[TracingObserver, ...] = ()
+    """Those that ask for some instructions, and those that hear of all."""
+    output: Any = None
+    """What Dynamo traces into: another object when it starts again."""
+    called: tuple[TracingObserver, ...] = ()
+    """Those that want to hear of calls."""
     nodes: int = 0
     """How many were made while anybody observed."""
 
@@ -162,6 +198,11 @@ def traced(observer: TracingObserver) -> Iterator[None]:
         yield
 
 
+def nodes_made() -> int:
+    """How many nodes Dynamo has made in this thread while anybody observed."""
+    return _observers.nodes
+
+
 def unobserved() -> contextlib.AbstractContextManager[None]:
     """A frame that is converted while another one is compiled is no part of that one."""
     return _listening(())
@@ -169,13 +210,15 @@ def unobserved() -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _listening(observers: tuple[TracingObserver, ...]) -> Iterator[None]:
-    before = _observers.now, _observers.watching
-    _observers.now = observers
+    before = _observers.now, _observers.watching, _observers.hearing, _observers.called, _observers.output
+    _observers.now, _observers.output = observers, None
     _observers.watching = tuple(each for each in observers if type(each).is_watching is not TracingObserver.is_watching)
+    _observers.hearing = tuple(each for each in observers if type(each).traced is not TracingObserver.traced)
+    _observers.called = tuple(each for each in observers if type(each).calls is not TracingObserver.calls)
     try:
         yield
     finally:
-        _observers.now, _observers.watching = before
+        _observers.now, _observers.watching, _observers.hearing, _observers.called, _observers.output = before
 
 
 @contextlib.contextmanager
@@ -196,7 +239,7 @@ def _hooked() -> Iterator[None]:
 
 
 def _install() -> None:
-    from torch._dynamo.output_graph import SubgraphTracer
+    from torch._dynamo.output_graph import OutputGraph, SubgraphTracer
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
     from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
     from torch._dynamo.variables.ctx_manager import InferenceModeVariable
@@ -208,11 +251,14 @@ def _install() -> None:
         (InstructionTranslatorBase, "step", _step),
         (SymNodeVariable, "evaluate_expr", _evaluate),
         (SubgraphTracer, "create_proxy", _create),
+        (OutputGraph, "compile_subgraph", _compile),
         (InferenceModeVariable, "enter", _enter),
         # Those of objects that existed before are made, too, when code first touches one.
         (AttributeMutationNew, "__init__", _born),
         (ValueMutationNew, "__init__", _born),
     ]
+    if hasattr(InstructionTranslatorBase, "inline_user_function_return"):  # of regions alone, which ask for it
+        parts.append((InstructionTranslatorBase, "inline_user_function_return", _inline))
     # All or none: what may fail comes before the first is replaced.
     replaced = [(owner, name, getattr(owner, name), replacement) for owner, name, replacement in parts]
     wrapped = [functools.wraps(original)(replacement(original)) for _, _, original, replacement in replaced]
@@ -260,35 +306,41 @@ def _step(original: Callable[..., Any]) -> Callable[..., Any]:
     from torch._dynamo.variables.constant import ConstantVariable
     from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 
-    # Called for each instruction, of which a model of 28 layers has sixty thousand.
     def step(self: Any) -> Any:
-        at = self.instruction_pointer
-        if not _observers.now or at is None:
+        at, observers = self.instruction_pointer, _observers.now
+        if not observers or at is None:
             return original(self)
-        if self.stack and _is_branch(self.instructions[at].opname):
-            condition = self.stack[-1]
-            if isinstance(condition, TensorVariable | SymNodeVariable):
-                value = _decided(self, at, condition)
-                if value is not None:
-                    self.stack[-1] = ConstantVariable.create(value)
+        if self.output is not _observers.output:
+            _observers.output = self.output
+            for observer in observers:
+                observer.begins()
+        for observer in _observers.hearing:
+            observer.traced(self)
+        opname = self.instructions[at].opname
+        if opname in _BRANCHES and isinstance(self.stack[-1], TensorVariable | SymNodeVariable):
+            value = _decided(self, at, self.stack[-1])
+            if value is not None:
+                self.stack[-1] = ConstantVariable.create(value)
+        elif opname == "CONTAINS_OP":
+            for observer in observers:
+                observer.looks_into_container(self)
+        nodes = _observers.nodes
         watching = [observer for observer in _observers.watching if observer.is_watching(self, at)]
-        if not watching:
-            return original(self)
-        read_as_number(self, at)
-        before, nodes = list(self.stack), _observers.nodes
+        if watching:
+            read_as_number(self, at)
+            before = list(self.stack)
         goes_on = original(self)
-        done = Step(self, at, before, list(self.stack), _observers.nodes - nodes, goes_on)
-        for observer in watching:
-            observer.stepped(done)
+        if watching:
+            done = TracedInstruction(self, at, before, list(self.stack), _observers.nodes - nodes, goes_on)
+            for observer in watching:
+                observer.stepped(done)
         return goes_on
 
     return step
 
 
-@functools.cache
-def _is_branch(opname: str) -> bool:
-    # JUMP_IF_..._OR_POP is left out: it may leave the condition itself behind, as a result.
-    return opname.startswith("POP_JUMP") and opname.endswith(("_TRUE", "_FALSE"))
+# JUMP_IF_..._OR_POP is left out: it may leave the condition itself behind, as a result.
+_BRANCHES = {name for name in dis.opmap if name.startswith("POP_JUMP") and name.endswith(("_TRUE", "_FALSE"))}
 
 
 def _evaluate(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -329,14 +381,22 @@ def _create(original: Callable[..., Any]) -> Callable[..., Any]:
         if _observers.now:
             _observers.nodes += 1
             misuses_index = replace_known_index(proxy.node)
-            bodies_of = _bodies_of(self)
+            frame, bodies_of = self.output_graph.current_tx, _bodies_of(self)
             for observer in _observers.now:
-                observer.made(proxy.node, misuses_index)
-                if bodies_of:
-                    observer.made_in_body(proxy.node, bodies_of)
+                observer.made(proxy.node, frame, bodies_of, misuses_index)
         return proxy
 
     return create_proxy
+
+
+def _compile(original: Callable[..., Any]) -> Callable[..., Any]:
+    def compile_subgraph(self: Any, tx: Any, reason: Any, *args: Any, **kwargs: Any) -> Any:
+        if reason.graph_break:
+            for observer in _observers.now:
+                observer.breaks(tx)
+        return original(self, tx, reason, *args, **kwargs)
+
+    return compile_subgraph
 
 
 def bodies_around(frame: Any) -> list[Any]:
@@ -364,3 +424,25 @@ def _enter(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, tx)
 
     return enter
+
+
+def _inline(original: Callable[..., Any]) -> Callable[..., Any]:
+    def inline_user_function_return(self: Any, *given: Any, **named: Any) -> Any:
+        return (told if _observers.called else original)(self, *given, **named)
+
+    def told(self: Any, fn: Any, args: Any, kwargs: Any, *more: Any, **named: Any) -> Any:
+        module = layer_calls.module_behind(args[0]) if args else None
+        if module is None:
+            return original(self, fn, args, kwargs, *more, **named)
+        call = layer_calls.ModuleCall(self, fn.get_code(), module, [*args[1:], *kwargs.values()], _observers.nodes)
+        observers = _observers.called
+        for observer in observers:
+            reason = observer.calls(call)
+            if reason is not None:
+                layer_calls.leave_to_python(self, reason)
+        result = original(self, fn, args, kwargs, *more, **named)
+        for observer in observers:
+            observer.called(call)
+        return result
+
+    return inline_user_function_return

@@ -19,7 +19,6 @@ REWRITES = Feature(
         **_VALUES,
         "torch.fx.experimental.sym_node:SymNode.expr": ANY,
         "torch.fx.experimental.sym_node:SymNode.hint": ANY,
-        "torch.fx.experimental.symbolic_shapes:StrictMinMaxConstraint": ANY,
         "torch.fx.experimental.symbolic_shapes:free_unbacked_symbols": Uses(("x",)),
         f"{_SHAPES}._rename_unbacked_to": Uses(("self", "orig_s", "new_s")),
         f"{_SHAPES}._update_version_counter": Uses(("self",)),
@@ -30,7 +29,7 @@ REWRITES = Feature(
         **{
             f"{_SHAPES}().{table}": ANY
             for table in (
-                *("backed_var_to_val", "replacements", "tracked_fakes", "unbacked_renamings", "var_to_range"),
+                *("backed_var_to_val", "replacements", "unbacked_renamings", "var_to_range"),
                 "var_to_sources",
             )
         },
@@ -38,7 +37,7 @@ REWRITES = Feature(
 )
 """What every pass needs, and the way back from one that fails."""
 
-_PASSES = {
+PASSES = {
     "memoize_metadata": Feature(
         "pass memoize_metadata",
         {
@@ -92,6 +91,13 @@ _PASSES = {
     "specialize_attention": Feature(
         "pass specialize_attention",
         {
+            "torch._inductor.choices:InductorChoices.get_flex_attention_bwd_configs": Uses(
+                ("self", "head_dim", "dtype")
+            ),
+            "torch._inductor.choices:InductorChoices.get_flex_attention_fwd_configs": Uses(
+                ("self", "head_dim", "dtype")
+            ),
+            "torch._inductor.virtualized:V.choices": ANY,
             "torch.nn.attention:sdpa_kernel": Uses(("backends", "set_priority")),
             "torch.nn.attention.flex_attention:BlockMask.as_tuple": Uses(("self",)),
             "torch.nn.attention.flex_attention:_apply_kernel_options": Uses(("query", "key", "value")),
@@ -104,47 +110,7 @@ _PASSES = {
         "pass sum_embedding_grads",
         {"torch.utils._python_dispatch:is_traceable_wrapper_subclass": ANY},
     ),
-    "tile_rows": Feature(
-        "pass tile_rows",
-        {
-            "torch._inductor.config:custom_partitioner_fn": ANY,
-            "torch.fx.experimental.sym_node:SymNode.has_hint": ANY,
-            "torch.fx.experimental.sym_node:SymNode.hint": ANY,
-        },
-    ),
 }
-
-SAVED_GRAPHS = Feature(
-    "saving and loading of graphs",
-    {
-        "torch._dynamo.source:ConstantSource": ANY,
-        **_VALUES,
-        "torch.fx.experimental.symbolic_shapes:ValueRangesSLoc": ANY,
-        f"{_SHAPES}._get_sloc": ANY,
-        f"{_SHAPES}.get_implications": Uses(("self", "e")),
-        f"{_SHAPES}.suppress_guards": Uses(("self",)),
-        **{
-            f"{_SHAPES}().{table}": ANY
-            for table in (
-                "axioms",
-                "backed_var_to_val",
-                "deferred_runtime_asserts",
-                "guards",
-                "replacements",
-                "size_like",
-                "unbacked_renamings",
-                "unbacked_symint_counter",
-                "var_to_range",
-                "var_to_range_sloc",
-                "var_to_sources",
-                "var_to_stack",
-            )
-        },
-        "torch.utils._sympy.value_ranges:ValueRanges": ANY,
-        "torch.utils._traceback:CapturedTraceback.extract": ANY,
-    },
-)
-"""What ``saved_symbols.py`` needs."""
 
 OFFLOAD_CONTEXT = Feature(
     "offload_checkpoints",
@@ -164,9 +130,4 @@ def can_run(pass_name: str) -> bool:
     """Has this torch the private parts that the pass of this name needs? Warns once if not."""
     if not REWRITES.is_available():
         return False
-    return pass_name not in _PASSES or _PASSES[pass_name].is_available()
-
-
-def of_training() -> tuple[Feature, ...]:
-    """Those of this file that a compile asks for."""
-    return (REWRITES, *_PASSES.values())
+    return pass_name not in PASSES or PASSES[pass_name].is_available()

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import threading
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import fx
 
 from glue_compiler.compat.parts import ANY, Feature, Uses
-from glue_compiler.compat.versions import version_at_least
-from glue_compiler.errors import GlueOptionError
+from glue_compiler.compat.symbols import unbacked_symbols
+from glue_compiler.compat.versions import torch_version
+from glue_compiler.errors import GlueCaptureError, GlueOptionError, first_line
 
 OPTIONS = Feature(
     "check of Inductor's options",
@@ -29,6 +32,7 @@ HAND_OFF = Feature(
     "way to Inductor with options, edited training graphs and a cache key of its own",
     {
         "torch._inductor.compile_fx:compile_fx": Uses(("model_", "example_inputs_", "inner_compile", "config_patches")),
+        "torch._inductor.compile_fx:compile_fx_inner": Uses(("gm", "example_inputs")),
         "torch._inductor.config:post_grad_custom_pre_pass": ANY,
         "torch._inductor.custom_graph_pass:CustomGraphPass.uuid": Uses(("self",)),
         "torch._inductor.custom_graph_pass:CustomPartitionerFn.uuid": Uses(("self",)),
@@ -84,6 +88,13 @@ def checked_inductor_option(name: str, value: Any) -> Any:
     return value
 
 
+def switched_off_by_torch(name: str) -> bool:
+    """Does ``torch._inductor.config.disabled_passes`` name a pass? A part of the text is enough for torch."""
+    from torch._inductor import config
+
+    return name.upper() in str(config.disabled_passes).upper()
+
+
 def uses_cuda_graphs(options: Mapping[str, Any]) -> bool:
     """Are CUDA graphs on, by ``options`` or by Inductor's config?"""
     if not OPTIONS.is_available():
@@ -96,10 +107,60 @@ def uses_cuda_graphs(options: Mapping[str, Any]) -> bool:
 def compile_with_inductor(
     gm: fx.GraphModule, inputs: Sequence[Any], config_patches: Mapping[str, Any]
 ) -> Callable[..., Any]:
-    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-    compiled: Any = compile_fx(gm, inputs, config_patches=dict(config_patches))
+    is_captured = is_at_work = _failures.are_raised
+
+    def compile_one(graph: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        try:
+            return compile_fx_inner(graph, inputs, **kwargs)
+        except Exception as error:
+            if not is_captured or not kwargs.get("is_backward", False) or not _depends_on_data(graph):
+                raise
+            if is_at_work:
+                raise _BackwardFailed(error) from error
+            # No size came from the forward: the graph, which runs for the first time, reads one itself.
+            raise GlueCaptureError(f"a backward with sizes that depend on data fails: {first_line(error)}") from error
+
+    try:
+        compiled: Any = compile_fx(gm, inputs, compile_one, config_patches=dict(config_patches))
+    except _BackwardFailed as failed:
+        raise failed.error from None
+    finally:
+        is_at_work = False
     return cast(Callable[..., Any], compiled)
+
+
+class _Failures(threading.local):
+    are_raised: bool = False
+
+
+_failures = _Failures()
+
+
+class _BackwardFailed(BaseException):
+    """Passes AOTAutograd's handler of exceptions."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
+@contextlib.contextmanager
+def backward_failures_raised() -> Iterator[None]:
+    """A backward graph with sizes that depend on data, and that Inductor cannot compile, is an error of the compile.
+
+    AOTAutograd compiles one together with its forward, because it takes sizes from there. A failure it only logs
+    (2.11 to 2.15), for the backward may never run, and fails there if it does.
+    """
+    before, _failures.are_raised = _failures.are_raised, True
+    try:
+        yield
+    finally:
+        _failures.are_raised = before
+
+
+def _depends_on_data(graph: fx.GraphModule) -> bool:
+    return any(unbacked_symbols(node.meta.get("val")) for node in graph.graph.nodes)
 
 
 def compile_as_torch_does(name: str, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -123,7 +184,7 @@ def post_grad_patch(
     ours = PostGradPass(uuid, edit)
     if existing is None:
         return {"post_grad_custom_pre_pass": ours}
-    if version_at_least(2, 13):  # lists of passes came with 2.13
+    if torch_version() >= (2, 13):  # lists of passes came with 2.13
         passes = list(existing) if isinstance(existing, list | tuple) else [existing]
         return {"post_grad_custom_pre_pass": [*passes, ours]}
     return {"post_grad_custom_pre_pass": PostGradPass(uuid, edit, existing)}

@@ -11,6 +11,7 @@ from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.schema_check_mode import SchemaCheckMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 OnCall = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]
 
@@ -30,9 +31,46 @@ class _PreDispatchMode(SchemaCheckMode):
         return TorchDispatchMode.__enter__(self)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self._on_call(func, args, kwargs or {}, result)
+        kwargs = kwargs or {}
+        if not _is_composite(func):
+            result = func(*args, **kwargs)
+            self._on_call(func, args, kwargs, result)
+            return result
+        inner: list[Any] = []
+        on_call, self._on_call = self._on_call, lambda *call: inner.append(call)
+        try:
+            with self:
+                result = func.decompose(*args, **kwargs)
+        finally:
+            self._on_call = on_call
+        is_another_name = len(inner) == 1 and _is_made_by(inner[0], (args, kwargs), result)
+        on_call(*(inner[0] if is_another_name else (func, args, kwargs, result)))
         return result
+
+
+def _is_composite(func: Any) -> bool:
+    """Is it made of other operators, and not cast by autocast as a whole?"""
+    if not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten":
+        return False
+    has_kernel, name = torch._C._dispatch_has_kernel_for_dispatch_key, func.name()
+    is_cast = any(has_kernel(name, key) for key in ("AutocastCUDA", "AutocastCPU"))
+    return has_kernel(name, "CompositeImplicitAutograd") and not is_cast
+
+
+def _is_made_by(call: Any, given: Any, result: Any) -> bool:
+    """Are the tensors of ``result`` those that one inner call has made, of what the outer one was given?
+
+    What draws random numbers does it in another operator on each device. No node has the sizes into which ``chunk``
+    splits a tensor of dynamic size.
+    """
+    func, args, kwargs, made = call
+    if func.overloadpacket is torch.ops.aten.split and isinstance(args[1], torch.SymInt):
+        return False
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        return False
+    ids = [{id(leaf) for leaf in tree_leaves(each) if isinstance(leaf, torch.Tensor)} for each in (result, made)]
+    read = {id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+    return bool(ids[0]) and ids[0] <= ids[1] and read <= {id(leaf) for leaf in tree_leaves(given)}
 
 
 def call_of(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -62,7 +100,8 @@ def wraps_shard(target: Any) -> bool:
 def observed_operators(on_call: OnCall) -> Iterator[None]:
     """Call ``on_call(overload, args, kwargs, result)`` after each operator that Python code dispatches.
 
-    Operators that an operator is made of are not seen.
+    Operators that an operator is made of are not seen, but for one that is all that an operator dispatches: so another
+    name, such as ``multiply``, ``movedim``, ``narrow`` or ``argsort``, is the operator that it stands for.
     """
     with enable_python_dispatcher(), _PreDispatchMode(on_call):
         yield

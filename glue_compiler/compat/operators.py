@@ -10,6 +10,22 @@ import torch
 
 _BUILT_IN = {"aten", "prims", "prim"}
 
+_DOES_MORE = {
+    *("_c10d_functional", "_c10d_functional_autograd", "_dtensor", "c10d", "fsdp", "symm_mem"),
+    *("debug_mode_ops", "debugprims", "export", "inductor", "inductor_prims", "profiler", "rngprims", "static_runtime"),
+}
+"""Namespaces of torch's own whose operators communicate, count or guard beside what their schema says."""
+
+
+def computes_alone(overload: torch._ops.OpOverload) -> bool:
+    """Does it compute new tensors from its operands, as far as its schema says, and nothing else?
+
+    Views of torch's own operators count; what an operator of another package hands on must be new.
+    """
+    schema = overload._schema
+    may_alias = bool(operators_in(overload)) and any(result.alias_info is not None for result in schema.returns)
+    return not schema.is_mutable and not may_alias and overload.namespace not in _DOES_MORE
+
 
 def operators_in(target: Any) -> list[str]:
     """``["mine::scale"]`` for an operator that ``import torch`` alone may not register."""

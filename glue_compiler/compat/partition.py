@@ -4,28 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import fx
 
-from glue_compiler.compat import step_records
 from glue_compiler.compat.inductor import uuid_beside
 from glue_compiler.compat.nested_graphs import inline_bodies
 from glue_compiler.compat.offload_policies import save_what_is_to_be_offloaded
 
 Graphs = tuple[fx.GraphModule, fx.GraphModule]
 """A forward and a backward graph."""
-
-
-class Memory(Protocol):
-    """What is told of a training step that a cache has, in place of an edit."""
-
-    def record(self) -> bytes | None:
-        """What the edit did, to be stored with the step; None: nothing that could be told later."""
-
-    def restore(self, record: bytes | None) -> bool:
-        """The step is the cache's, and ``record`` is what was stored. False: that does not tell what the edit did."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +25,10 @@ class Edit:
         pair: changes a forward and a backward graph in place.
         joint: marks nodes of the joint graph that they will be made of, and has it partitioned by its last argument,
             which may be called again after a mark was changed; None if nothing is to be marked.
-        memory: for a step whose edit somebody looks at.
     """
 
     pair: Callable[[fx.GraphModule, fx.GraphModule, int], None]
     joint: Callable[[fx.GraphModule, int, Callable[[], Graphs]], Graphs] | None = None
-    memory: Memory | None = None
 
 
 _custom_passes = getattr(torch._inductor, "custom_graph_pass", None)
@@ -78,8 +65,6 @@ class EditedPartition(_CustomPartitionerFn):
             _merge_equal(gm)
             forward, backward = self.edit.joint(gm, num_outputs, partitioned)
         self.edit.pair(forward, backward, num_outputs)
-        if self.edit.memory is not None and (record := self.edit.memory.record()) is not None:
-            step_records.attach(backward, record)
         return forward, backward
 
     def uuid(self) -> Any | None:

@@ -83,9 +83,15 @@ def eager_raises(frame: Any, nodes: Sequence[fx.Node], assertion: Any) -> bool:
     They run on fake tensors of such sizes. Also true if no such sizes are found, or nothing can run: what cannot be
     tried stays with the assertion that torch makes.
     """
-    runs = itertools.islice(_violations(frame.output.shape_env, assertion), _MOST_RUNS)
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
     operators = [node for node in nodes if _may_run(node, assertion)]
-    return not operators or not any(all(_runs(node, values) for node in operators) for values in runs)
+    if not operators:
+        return True
+    runs = itertools.islice(_violations(frame.output.shape_env, assertion), _MOST_RUNS)
+    with _quiet(), outside_of_tracing(), FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True):
+        return not any(all(_runs(node, values) for node in operators) for values in runs)
 
 
 def _may_run(node: fx.Node, assertion: Any) -> bool:
@@ -100,13 +106,15 @@ def _may_run(node: fx.Node, assertion: Any) -> bool:
 
 def _violations(shape_env: Any, assertion: Any) -> Iterator[_Sizes]:
     symbols = unbacked_in_expression(assertion)
-    hints = dict(shape_env.backed_var_to_val)
+    # The ragged size of a jagged nested tensor has no number.
+    hints = {symbol: sympy.sympify(size) for symbol, size in shape_env.backed_var_to_val.items()}
+    known = {symbol: sympy.Integer(int(size)) for symbol, size in hints.items() if size.is_number}
     # 1 is the size that eager treats as no other.
     choices = [dict.fromkeys(symbols, 1)]
     choices += [{each: 1 if each is symbol else _ANY_SIZE for each in symbols} for symbol in symbols]
     choices += [dict.fromkeys(symbols, size) for size in (0, _ANY_SIZE)]
     for choice in choices:
-        values = _Sizes({symbol: sympy.Integer(int(size)) for symbol, size in {**hints, **choice}.items()})
+        values = _Sizes(known | {symbol: sympy.Integer(size) for symbol, size in choice.items()})
         if _value(assertion, values) is False:
             yield values
 
@@ -125,18 +133,12 @@ class _Sizes(dict[Any, Any]):
 
 def _runs(node: fx.Node, sizes: _Sizes) -> bool:
     """Does the operator run through, and was it tried?"""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
     if node.op == "call_module" or isinstance(node.target, torch._ops.HigherOrderOperator):
         return False
     try:
-        with _quiet(), outside_of_tracing(), FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True):
-            made: dict[fx.Node, Any] = {
-                each: _concrete(each.meta.get("example_value"), sizes) for each in node.all_input_nodes
-            }
-            arguments, named = fx.map_arg((node.args, node.kwargs), lambda each: made[each])
-            call_of(node, arguments, named)
+        made = {each: _concrete(each.meta.get("example_value"), sizes) for each in node.all_input_nodes}
+        arguments, named = fx.map_arg((node.args, node.kwargs), lambda each: made[each])
+        call_of(node, arguments, named)
     except Exception:
         return False
     return True

@@ -38,10 +38,11 @@ def unbacked_symbols(value: Any) -> set[Any]:
 
 
 def size_when_traced(size: int | torch.SymInt) -> int | None:
-    """What a dynamic size was when its graph was traced; None where it is known only when the graph runs."""
+    """What a dynamic size was when its graph was traced; None where it is known only when the graph runs, or ragged."""
     if isinstance(size, int):
         return size
-    return size.node.hint if size.node.has_hint() else None
+    traced = size.node.hint if size.node.has_hint() else None
+    return traced if isinstance(traced, int) else None
 
 
 def rename_unbacked(shape_env: Any, old: Any, new: Any) -> None:
@@ -125,7 +126,10 @@ _NO_BOUND = 2**48
 
 
 def upper_bound(expression: Any, shape_env: Any) -> int | None:
-    """The value of ``expression`` when the graph was captured, or with unbacked symbols the most it can be, or None."""
+    """The value of ``expression`` when the graph was captured, or with unbacked symbols the most it can be.
+
+    None: no bound, or no number, as the ragged size of a jagged nested tensor, which is only equal to itself.
+    """
     if shape_env is None:
         return None
     value = shape_env.replace(expression)
@@ -133,7 +137,8 @@ def upper_bound(expression: Any, shape_env: Any) -> int | None:
         bound = shape_env.bound_sympy(value).upper
         # A size that may be as large as another, dynamic one has the largest integer as its bound.
         return int(bound) if bound.is_Integer and bound < _NO_BOUND else None
-    return int(value.xreplace(shape_env.backed_var_to_val))
+    traced = value.xreplace(shape_env.backed_var_to_val)
+    return int(traced) if traced.is_number else None
 
 
 def symbol_range(symbol: Any, shape_env: Any) -> str:
@@ -149,29 +154,6 @@ def lower_bound(expression: Any, shape_env: Any) -> int:
         return 0
     bound = shape_env.bound_sympy(shape_env.replace(sympy.sympify(expression))).lower
     return int(bound) if bound.is_Integer else 0
-
-
-def promised_symbols(shape_env: Any) -> frozenset[Any]:
-    """The sizes for which one compile was asked to serve a whole range (``torch._dynamo.mark_dynamic``).
-
-    A guard that cannot be proved for all of the range is an error there, where otherwise it costs a recompile.
-    """
-    from torch.fx.experimental.symbolic_shapes import StrictMinMaxConstraint
-
-    found = set()
-    for tracked in getattr(shape_env, "tracked_fakes", None) or ():
-        asked = getattr(tracked.symbolic_context, "constraint_sizes", None) or ()
-        for size, constraint in zip(getattr(tracked.fake, "shape", ()), asked, strict=False):
-            if isinstance(constraint, StrictMinMaxConstraint) and isinstance(size, torch.SymInt):
-                found |= shape_env.replace(size.node.expr).free_symbols
-    return frozenset(found)
-
-
-def promises_ranges() -> bool:
-    """Are there such sizes in the graph that is compiled now?"""
-    context = TracingContext.try_get()
-    mode = context.fake_mode if context is not None else None
-    return mode is not None and bool(promised_symbols(mode.shape_env))
 
 
 def may_be_equal(first: Any, second: Any, shape_env: Any) -> bool:

@@ -16,21 +16,26 @@ OLDEST_TORCH = (2, 11)
 NEWEST_TORCH = (2, 15)
 
 
+def torch_version() -> tuple[int, int]:
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+def is_tested() -> bool:
+    """Is this torch one of those that glue is tested with?"""
+    return OLDEST_TORCH <= torch_version() <= NEWEST_TORCH
+
+
 @functools.cache
 def warn_if_untested() -> None:
     """Say once when this torch is outside of what glue is tested with; the compile goes on."""
-    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    if not OLDEST_TORCH <= version <= NEWEST_TORCH:
+    if not is_tested():
         warnings.warn(
             f"glue is tested with torch {OLDEST_TORCH[0]}.{OLDEST_TORCH[1]} to {NEWEST_TORCH[0]}.{NEWEST_TORCH[1]}, "
             f"this is {torch.__version__}. A rewrite that fails leaves the graph to the compiler as it is.",
             GlueWarning,
             stacklevel=2,
         )
-
-
-def version_at_least(major: int, minor: int) -> bool:
-    return tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (major, minor)
 
 
 def hash_of_files(paths: Iterable[pathlib.Path]) -> bytes:

@@ -28,7 +28,7 @@ class Term:
 
 
 @dataclass(frozen=True)
-class Step:
+class Elementwise:
     """What is done to each number of the sum: ``factor`` belongs to a product or quotient, ``dtype`` to a cast."""
 
     kind: Literal["multiply", "divide", "tanh", "cast"]
@@ -45,12 +45,12 @@ class Head:
     """
 
     terms: tuple[Term, ...]
-    steps: tuple[Step, ...] = ()
+    steps: tuple[Elementwise, ...] = ()
 
     def logits(self, rows: Sequence[Tensor], weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> Tensor:
         """``[*lead, V]``, differentiable where gradients are recorded."""
         with _without_autocast(rows[0].device):
-            return self._steps_outputs(rows, weights, biases)[-1]
+            return self.stages(rows, weights, biases)[-1]
 
     def dtype(self, rows: Sequence[Tensor], weights: Sequence[Tensor]) -> torch.dtype:
         """Of the logits."""
@@ -72,46 +72,36 @@ class Head:
         Differentiable where gradients are recorded. The products are computed again only for ``tanh``.
         """
         with _without_autocast(rows[0].device):
-            return self._gradients(gradient, rows, weights, biases, needed)
+            if any(step.kind == "tanh" for step in self.steps):
+                outputs = self.stages(rows, weights, biases, keep=True)[1:]
+            else:
+                outputs = [None] * len(self.steps)
+            dtypes = [self._dtype_of_sum(rows)]
+            for step in self.steps:
+                dtypes.append(step.dtype or dtypes[-1])
+            for step, output, dtype in reversed(list(zip(self.steps, outputs, dtypes[:-1], strict=True))):
+                gradient = _gradient_of_step(step, gradient, output, dtype)
 
-    def _gradients(
-        self,
-        gradient: Tensor,
-        rows: Sequence[Tensor],
-        weights: Sequence[Tensor],
-        biases: Sequence[Tensor],
-        needed: Sequence[bool],
-    ) -> list[Tensor | None]:
-        if any(step.kind == "tanh" for step in self.steps):
-            outputs = self._steps_outputs(rows, weights, biases, keep=True)[1:]
-        else:
-            outputs = [None] * len(self.steps)
-        dtypes = [self._dtype_of_sum(rows)]
-        for step in self.steps:
-            dtypes.append(step.dtype or dtypes[-1])
-        for step, output, dtype in reversed(list(zip(self.steps, outputs, dtypes[:-1], strict=True))):
-            gradient = _gradient_of_step(step, gradient, output, dtype)
-
-        of_rows: list[Tensor | None] = []
-        of_weights: list[Tensor | None] = []
-        of_biases: list[Tensor | None] = []
-        count = len(self.terms)
-        for index, term in enumerate(self.terms):
-            row, weight = _cast(rows[index], term.dtype), _cast(weights[index], term.dtype)
-            product = gradient.to(row.dtype)
-            if term.scale is not None:
-                product = product * term.scale
-            product = product.reshape(-1, product.shape[-1])
-            of_rows.append((product @ weight).view(row.shape).to(rows[index].dtype) if needed[index] else None)
-            flat = row.reshape(-1, row.shape[-1])
-            of_weights.append(
-                (product.t() @ flat).to(weights[index].dtype) if needed[count + index] else None,
-            )
-            if term.has_bias:
-                position = len(of_biases)
-                wanted = needed[2 * count + position]
-                of_biases.append(product.sum(0).to(biases[position].dtype) if wanted else None)
-        return of_rows + of_weights + of_biases
+            of_rows: list[Tensor | None] = []
+            of_weights: list[Tensor | None] = []
+            of_biases: list[Tensor | None] = []
+            count = len(self.terms)
+            for index, term in enumerate(self.terms):
+                row, weight = _cast(rows[index], term.dtype), _cast(weights[index], term.dtype)
+                product = gradient.to(row.dtype)
+                if term.scale is not None:
+                    product = product * term.scale
+                product = product.reshape(-1, product.shape[-1])
+                of_rows.append((product @ weight).view(row.shape).to(rows[index].dtype) if needed[index] else None)
+                flat = row.reshape(-1, row.shape[-1])
+                of_weights.append(
+                    (product.t() @ flat).to(weights[index].dtype) if needed[count + index] else None,
+                )
+                if term.has_bias:
+                    position = len(of_biases)
+                    wanted = needed[2 * count + position]
+                    of_biases.append(product.sum(0).to(biases[position].dtype) if wanted else None)
+            return of_rows + of_weights + of_biases
 
     def _dtype_of_sum(self, rows: Sequence[Tensor]) -> torch.dtype:
         dtypes = [term.dtype or row.dtype for term, row in zip(self.terms, rows, strict=True)]
@@ -120,10 +110,13 @@ class Head:
             result = torch.promote_types(result, dtype)
         return result
 
-    def _steps_outputs(
+    def stages(
         self, rows: Sequence[Tensor], weights: Sequence[Tensor], biases: Sequence[Tensor], keep: bool = False
     ) -> list[Any]:
-        """The sum of the terms and what each step makes of it; only the last is there if not ``keep``."""
+        """The sum of the terms and what each step makes of it; only the last is there if not ``keep``.
+
+        With ``keep``, operands may be ``fx.Proxy`` objects: the operators are then appended to their graph.
+        """
         in_place = not keep and not torch.is_grad_enabled()
         remaining = iter(biases)
         total: Tensor | None = None
@@ -147,7 +140,7 @@ def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return tensor if dtype is None else tensor.to(dtype)
 
 
-def _apply(step: Step, value: Tensor, in_place: bool) -> Tensor:
+def _apply(step: Elementwise, value: Tensor, in_place: bool) -> Tensor:
     match step.kind:
         case "multiply":
             return value.mul_(step.factor) if in_place else value * step.factor
@@ -159,7 +152,7 @@ def _apply(step: Step, value: Tensor, in_place: bool) -> Tensor:
             return value.to(step.dtype)
 
 
-def _gradient_of_step(step: Step, gradient: Tensor, output: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _gradient_of_step(step: Elementwise, gradient: Tensor, output: Tensor | None, dtype: torch.dtype) -> Tensor:
     """``dtype`` is that of the step's input."""
     match step.kind:
         case "multiply":

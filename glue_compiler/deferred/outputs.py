@@ -9,6 +9,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from glue_compiler.deferred.head import Head
+from glue_compiler.deferred.optimizer_steps import STEPS
 from glue_compiler.deferred.tensor import defer
 
 
@@ -54,9 +55,12 @@ def defer_outputs(call: Callable[..., Any], deferred: Sequence[DeferredOutput]) 
         return call
     # Torch marks callables as boxed that are not: Dynamo passes a graph's inputs one by one, whatever the mark says.
     keeps = deferred[0].keeps
-    used = sorted({o.position for each in deferred for o in _operands(each) if o.kind == "input"})
+    used = {o.position for each in deferred for o in (*each.rows, *each.weights, *each.biases) if o.kind == "input"}
 
-    def finish(inputs: dict[int, Tensor], outputs: Sequence[Any]) -> tuple[Any, ...]:
+    def run(*inputs: Any) -> tuple[Any, ...]:
+        STEPS.free_copies(inputs[position] for position in used)
+        outputs = call(*inputs)
+
         def find(operands: tuple[Operand, ...]) -> tuple[Tensor, ...]:
             found = ((o, (inputs if o.kind == "input" else outputs)[o.position]) for o in operands)
             return tuple(tensor.detach() if operand.detached else tensor for operand, tensor in found)
@@ -66,11 +70,4 @@ def defer_outputs(call: Callable[..., Any], deferred: Sequence[DeferredOutput]) 
             results[each.position] = defer(each.head, find(each.rows), find(each.weights), find(each.biases))
         return tuple(results)
 
-    def run(*inputs: Any) -> tuple[Any, ...]:
-        return finish({position: inputs[position] for position in used}, call(*inputs))
-
     return run
-
-
-def _operands(deferred: DeferredOutput) -> tuple[Operand, ...]:
-    return (*deferred.rows, *deferred.weights, *deferred.biases)

@@ -1,4 +1,4 @@
-"""What reaches a tensor past the dispatcher, and so is given one that holds its numbers."""
+"""Methods that bypass the dispatcher (numpy, pickling, addresses): they act on a plain tensor with the values."""
 
 from __future__ import annotations
 
@@ -51,9 +51,17 @@ class PlainMethods(Tensor):
         return self._deferred.shared().data_ptr()
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        if wrapper_tensors.in_compile():
-            return super().untyped_storage()  # to a tracer, the memory of the values is the inner tensor's
-        return self._deferred.shared().untyped_storage()
+        return self._deferred.storage()
+
+    def share_memory_(self) -> Tensor:
+        self._deferred.shared().share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        return self._deferred.shared().is_shared()
+
+    def as_subclass(self, cls: Any) -> Any:
+        return self.plain().as_subclass(cls)
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
         return self.plain().__dlpack__(*args, **kwargs)
@@ -82,10 +90,21 @@ class PlainMethods(Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        raise GlueDeferredError(
-            "deferred logits cannot be given other data. Write into them (logits.copy_(...)), or compile with "
-            'options={"logits": "kept"}.'
+        view = value._deferred if isinstance(value, PlainMethods) else self._deferred.holding(value.detach())
+        looks = wrapper_tensors.make(
+            type(self), value.size(), value.stride(), value.storage_offset(), value.dtype, value.device
         )
+        Tensor.data.__set__(self, looks)  # type: ignore[attr-defined]
+        self._deferred = view
+
+    @property
+    def _is_param(self) -> bool:
+        return False
+
+    @_is_param.setter
+    def _is_param(self, value: bool) -> None:
+        """``nn.Parameter(logits.detach())`` has made this tensor, and nobody else has it yet."""
+        torch.utils.swap_tensors(self, torch.nn.Parameter(self.plain().detach(), self.requires_grad))
 
 
 def _same(tensor: Tensor) -> Tensor:

@@ -11,14 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from glue_compiler.deferred.head import Head, Step
+from glue_compiler.deferred.head import Elementwise, Head
 from glue_compiler.deferred.values import Geometry, Given, Memory, View
 
 aten = torch.ops.aten
 
 
-class Kind(enum.Enum):
-    """What an operator does to the memory of an operand, as its schema says; of an operator: the most that it does."""
+class Kind(enum.IntEnum):
+    """What an operator does to the memory of an operand, as its schema says, from least to most.
+
+    The kind of an operator is the maximum over its operands.
+    """
 
     READ = enum.auto()
     VIEW = enum.auto()
@@ -47,10 +50,11 @@ def uses(func: Any) -> Uses:
     arguments = tuple((argument.name, _use(argument.alias_info)) for argument in func._schema.arguments)
     if func is aten._unsafe_view.default:  # a view that is not called one
         arguments = (("self", Kind.VIEW), *arguments[1:])
-    kinds = {kind for _, kind in arguments}
     if torch.Tag.inplace_view in func.tags:
-        return Uses(Kind.RESHAPE_IN_PLACE, arguments)
-    return Uses(next((kind for kind in (Kind.WRITE, Kind.VIEW) if kind in kinds), Kind.READ), arguments)
+        # What another tensor is set to is its memory from then on, which no schema says.
+        shares = tuple((name, Kind.VIEW if kind is Kind.READ else kind) for name, kind in arguments)
+        return Uses(Kind.RESHAPE_IN_PLACE, shares)
+    return Uses(max((kind for _, kind in arguments), default=Kind.READ), arguments)
 
 
 def _use(alias: Any) -> Kind:
@@ -103,7 +107,7 @@ def _copy(view: View, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any
         return NotImplemented
     head = memory.head
     if dtype != memory.dtype:
-        head = Head(head.terms, (*head.steps, Step("cast", dtype=dtype)))
+        head = Head(head.terms, (*head.steps, Elementwise("cast", dtype=dtype)))
     return View.whole(memory.derived(head, view.rows()))
 
 

@@ -1,4 +1,4 @@
-"""Values that are computed late stand, for every stream, where they would stand had they been computed at once."""
+"""Orders what is computed late among CUDA streams as if it had been computed at once."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from glue_compiler.deferred.head import Head
 from glue_compiler.deferred.operands import watch
 from glue_compiler.deferred.plain import PlainMethods, send_between_processes
 from glue_compiler.deferred.streams import StreamOrder
-from glue_compiler.deferred.values import Given, Memory, View
+from glue_compiler.deferred.values import Geometry, Given, Memory, View
 from glue_compiler.errors import GlueDeferredError
 
 
@@ -39,13 +39,9 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def _root(head: Head, rows: Sequence[Tensor], weights: Sequence[Tensor], biases: Sequence[Tensor]) -> DeferredTensor:
-    watched = watch(rows, weights, biases)
-    plain = [each.tensor for each in watched]
-    count = len(rows)
-    memory = Memory(
-        head, plain[:count], plain[count : 2 * count], plain[2 * count :], watched, StreamOrder(rows[0].device)
-    )
-    return _tensor_of(View.whole(memory))
+    order = StreamOrder(rows[0].device)
+    watched = watch(rows, weights, biases, order)
+    return _tensor_of(View.whole(Memory(head, [each.tensor for each in watched if each.is_row], watched, order)))
 
 
 class _Defer(torch.autograd.Function):
@@ -70,8 +66,9 @@ class _Defer(torch.autograd.Function):
 class DeferredTensor(PlainMethods):
     """Looks like logits from the start; :class:`~glue_compiler.deferred.values.View` says what it stands for.
 
-    Operators that pick rows, cast, copy or detach give deferred tensors, all others compute the values and give plain
-    ones. What does not pass the dispatcher (``numpy``, pickling, memory addresses) acts on a plain tensor.
+    Operators that pick rows, cast, copy or detach give deferred tensors. All others compute the values; views give
+    tensors of this class all the same, others plain ones. What does not pass the dispatcher (``numpy``, pickling,
+    memory addresses) acts on a plain tensor.
     """
 
     __torch_function__ = wrapper_tensors.NO_TORCH_FUNCTION
@@ -136,28 +133,20 @@ def _around(values: Tensor) -> DeferredTensor:
 def _compute(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Run ``func`` on the values."""
     uses = rules.uses(func)
-    if uses.kind is rules.Kind.RESHAPE_IN_PLACE:
-        raise _other_shape(func)
     written: dict[int, tuple[Tensor, DeferredTensor]] = {}
-
-    def plain(value: Any, use: rules.Kind) -> Any:
-        if isinstance(value, DeferredTensor):
-            values = value._deferred.values() if use is rules.Kind.READ else value._deferred.shared()
-            if use is rules.Kind.WRITE:
-                written[id(values)] = values, value
-            return values
-        if type(value) in (list, tuple):
-            return type(value)(plain(item, use) for item in value)
-        if type(value) is dict:
-            return {name: plain(item, use) for name, item in value.items()}
-        return value
-
-    plain_args = [plain(value, uses.of_argument(index)) for index, value in enumerate(args)]
-    plain_kwargs = {name: plain(value, uses.of_keyword(name)) for name, value in kwargs.items()}
+    plain_args = [_plain(value, uses.of_argument(index), written) for index, value in enumerate(args)]
+    plain_kwargs = {name: _plain(value, uses.of_keyword(name), written) for name, value in kwargs.items()}
+    if written and uses.kind is rules.Kind.RESHAPE_IN_PLACE:
+        raise _other_shape(func)
     result = func(*plain_args, **plain_kwargs)
-    if uses.kind is rules.Kind.VIEW and args and _makes_views(args[0]):
-        # Tracers make what they trace by views of it, and expect this class.
-        return _around(result) if isinstance(result, Tensor) else [_around(each) for each in result]
+    if uses.kind is rules.Kind.VIEW and args and isinstance(args[0], DeferredTensor):
+        # To autograd it is a view of a tensor of this class, and tracers expect one of this class, too.
+        view = args[0]._deferred
+        with _as_views_are(func, args[0]):
+            return _seen(view, result) if isinstance(result, Tensor) else [_seen(view, each) for each in result]
+    if func is torch.ops.aten.clone.default and isinstance(getattr(args[0], "_deferred", None), Given):
+        # AOTAutograd writes to a copy of an input, which it takes to have as many parts as the input.
+        return _around(result)
     if not written:
         return result
     for values, tensor in written.values():
@@ -171,11 +160,25 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
     return written[id(result)][1] if id(result) in written else result
 
 
-def _makes_views(value: Any) -> bool:
-    if not isinstance(value, DeferredTensor):
-        return False
-    view = value._deferred
-    return isinstance(view, Given) and view.makes_views
+def _plain(value: Any, use: rules.Kind, written: dict[int, tuple[Tensor, DeferredTensor]]) -> Any:
+    if isinstance(value, DeferredTensor):
+        values = value._deferred.values() if use is rules.Kind.READ else value._deferred.shared()
+        if use is rules.Kind.WRITE:
+            written[id(values)] = values, value
+        return values
+    if type(value) in (list, tuple):
+        return type(value)(_plain(item, use, written) for item in value)
+    if type(value) is dict:
+        return {name: _plain(item, use, written) for name, item in value.items()}
+    return value
+
+
+def _seen(view: View, values: Tensor) -> Tensor:
+    """``values``, a view of those of ``view``, as a deferred tensor; plain where there is no such tensor."""
+    if isinstance(view, Given):
+        return _around(values) if view.makes_views else values
+    same = values.dtype == view.memory.dtype and values.layout == torch.strided and not values.is_conj()
+    return _tensor_of(View(view.memory, Geometry.of(values))) if same else values
 
 
 def _other_shape(func: Any) -> GlueDeferredError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import threading
 from collections.abc import Callable, Sequence
@@ -46,21 +47,13 @@ class Memory:
 
     Args:
         rows: ``[*lead, K_k]`` for each term of ``head``, without history.
-        watched: what has to be as it was when ``rows`` and weights are used.
+        watched: hidden states that have to be as they were when ``rows`` are used, then weights, then biases.
     """
 
-    def __init__(
-        self,
-        head: Head,
-        rows: Sequence[Tensor],
-        weights: Sequence[Tensor],
-        biases: Sequence[Tensor],
-        watched: tuple[Watched, ...],
-        order: StreamOrder,
-    ) -> None:
-        self.head, self.weights, self.biases = head, tuple(weights), tuple(biases)
+    def __init__(self, head: Head, rows: Sequence[Tensor], watched: tuple[Watched, ...], order: StreamOrder) -> None:
+        self.head, self.watched, self.order = head, watched, order
         self.rows: tuple[Tensor, ...] = tuple(rows)
-        self.watched, self.order = watched, order
+        weights, _ = self._parameters()
         self.words = int(weights[0].shape[0])
         self.size = (*rows[0].shape[:-1], self.words)
         self.dtype, self.device = head.dtype(rows, weights), rows[0].device
@@ -77,15 +70,20 @@ class Memory:
             if self._values is None:
                 self.check()
                 self._values = self.compute(self.rows)
-                self.rows = self.weights = self.biases = self.watched = ()
+                self.rows = self.watched = ()
         self.order.wait(self._values)
         return self._values
 
     def compute(self, rows: Sequence[Tensor]) -> Tensor:
         """The logits of ``rows``, contiguous; on the stream where the rows were made. To be checked before."""
         # An inference tensor could not be saved for backward later.
-        with self.order.computing(), torch.inference_mode(False), torch.no_grad():
-            return self.head.logits(rows, self.weights, self.biases).contiguous()
+        with self.order.computing(), torch.inference_mode(False), torch.no_grad(), wrapper_tensors.out_of_modes():
+            return self.head.logits(rows, *self._parameters()).contiguous()
+
+    def _parameters(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Weights and biases."""
+        tensors = [each.tensor for each in self.watched if not each.is_row]
+        return tensors[: len(self.head.terms)], tensors[len(self.head.terms) :]
 
     def contiguous(self, row: Tensor) -> Tensor:
         if row.is_contiguous():
@@ -96,14 +94,22 @@ class Memory:
     def derived(self, head: Head, rows: Sequence[Tensor], are_copies: bool = False) -> Memory:
         """Other logits, from rows of these: views of them, or ``are_copies``."""
         watched = tuple(each for each in self.watched if not (are_copies and each.is_row))
-        return Memory(head, rows, self.weights, self.biases, watched, self.order)
+        return Memory(head, rows, watched, self.order)
+
+    def holding(self, values: Tensor) -> Memory:
+        """Memory that exists, of any size."""
+        memory = copy.copy(self)
+        memory.lock, memory._values = threading.RLock(), values
+        memory.rows = memory.watched = ()
+        return memory
 
     def check(self, only_rows: bool = False) -> None:
         """Raises if what they come from, or ``only_rows`` of it, is not what it was, or a CUDA graph is captured."""
         self.order.check_not_capturing()  # comparing weights waits for the device
-        for each in self.watched:
-            if each.is_row or not only_rows:
-                each.check()
+        with wrapper_tensors.out_of_modes():
+            for each in self.watched:
+                if each.is_row or not only_rows:
+                    each.check()
 
 
 class View:
@@ -123,6 +129,10 @@ class View:
             stride.append(stride[-1] * max(size, 1))
         return cls(memory, Geometry(memory.size, tuple(reversed(stride)), 0))
 
+    def holding(self, values: Tensor) -> View:
+        """A view of other values, which share nothing with these."""
+        return View(self.memory.holding(values), Geometry.of(values))
+
     @property
     def is_computed(self) -> bool:
         return self.memory.exists or self._own is not None
@@ -130,14 +140,19 @@ class View:
     def shared(self) -> Tensor:
         """The values as a view of the memory: writes are seen by all views, and theirs here."""
         values, it = self.memory.values(), self.geometry
-        return values.as_strided(it.size, it.stride, it.offset)
+        with wrapper_tensors.out_of_modes():
+            return values.as_strided(it.size, it.stride, it.offset)
+
+    def storage(self) -> torch.UntypedStorage:
+        """The memory of the values, as an object of its own: to a tracer, the values are another tensor."""
+        with wrapper_tensors.out_of_modes():
+            return torch.from_dlpack(self.memory.values().detach()).untyped_storage()
 
     def values_to_trace(self) -> Tensor:
         """The same tensor each time: tracers compare identities."""
         with self.memory.lock:
             if self._traced is None:
-                with wrapper_tensors.out_of_modes():
-                    self._traced = self.shared()
+                self._traced = self.shared()
             return self._traced
 
     def values(self) -> Tensor:
@@ -218,6 +233,9 @@ class Given(View):
 
     def shared(self) -> Tensor:
         return self._given
+
+    def storage(self) -> torch.UntypedStorage:
+        return self._given.untyped_storage()
 
     def values(self) -> Tensor:
         return self._given

@@ -8,7 +8,7 @@ import sympy
 import torch
 from torch import fx
 
-from glue_compiler import compat
+from glue_compiler.compat import symbols
 from glue_compiler.fx.modes import Mode
 from glue_compiler.fx.records import CallRecord, Made, Meta
 from glue_compiler.fx.values import (
@@ -56,9 +56,9 @@ def call_key(node: fx.Node, mode: Mode, shape_env: Any = None, up_to_names: bool
         found = expression(value)
         if not up_to_names or not isinstance(found, sympy.Basic):
             return found
-        for symbol in sorted(compat.unbacked_symbols(found), key=str):
+        for symbol in sorted(symbols.unbacked_symbols(found), key=str):
             if symbol not in names:
-                names[symbol] = sympy.Symbol(f"unbacked_{len(names)}_{compat.symbol_range(symbol, shape_env)}")
+                names[symbol] = sympy.Symbol(f"unbacked_{len(names)}_{symbols.symbol_range(symbol, shape_env)}")
         return found.xreplace(names)
 
     def describe(value: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import TypeGuard
 import torch
 from torch import fx
 
-from glue_compiler import compat
+from glue_compiler.compat import tracing
 from glue_compiler.fx.bodies import attribute_of, set_attribute
 
 
@@ -21,9 +21,9 @@ def copy_graph(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
     mapping: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         mapping[node] = copied.node_copy(node, lambda operand: mapping[operand])
-        compat.copy_node_attributes(node, mapping[node])
+        tracing.copy_node_attributes(node, mapping[node])
     for node, copy_of_node in mapping.items():
-        compat.set_name(copy_of_node, node.name)
+        tracing.set_name(copy_of_node, node.name)
     copied._codegen = copy.copy(graph._codegen)
     return copied, mapping
 

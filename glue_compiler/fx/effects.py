@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from glue_compiler import compat
-from glue_compiler.compat.operator_calls import call_of, computes_only, is_higher_order, observed_operators, wraps_shard
+from glue_compiler.compat.operator_calls import call_of, observed_operators, wraps_shard
 from glue_compiler.compat.switches import AUTOCAST_SWITCHES, GRAD_SWITCHES, WITHOUT_EFFECT
+from glue_compiler.compat.symbols import fake_mode_of, is_functorch_wrapped, speculation, symbols_version
 from glue_compiler.fx import bodies
 from glue_compiler.fx.call_keys import call_key, own_names
+from glue_compiler.fx.call_observer import CallObserver
 from glue_compiler.fx.known_calls import KnownCall
 from glue_compiler.fx.modes import Mode, modes_of
 from glue_compiler.fx.records import CallRecord, Recorder
@@ -39,7 +39,6 @@ from glue_compiler.fx.values import (
     storage_of,
     storages_of,
     tensors_in,
-    unbacked_in,
     value_of,
 )
 
@@ -86,17 +85,6 @@ class Effects:
 _ASSERTS = {torch.ops.aten._assert_scalar.default, torch.ops.aten._assert_async.msg, torch._check}
 # Functions on numbers, which dispatch no operator.
 _SCALAR_MODULES = {operator.__name__, operator.add.__module__, builtins.__name__, math.__name__}
-# Operators whose definitions are torch's own: deterministic unless tagged otherwise.
-_KNOWN_NAMESPACES = {"aten", "prims", "prim"}
-# What a collective gives is there once this has run: for readers, as if it were written then, though no schema says so.
-_WAIT = "_c10d_functional::wait_tensor"
-# Those of glue's own that compute their results from their operands alone, for a batch's metadata.
-_KNOWN_OPERATORS = {
-    *("glue::block_lists_of_seen", "glue::mask_blocks", "glue::mask_in_whole_blocks", "glue::materialized"),
-    "glue::row_offsets",
-}
-
-
 _PLAIN = (torch.Tensor, *Symbolic, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout)
 
 
@@ -143,12 +131,12 @@ class EffectAnalysis:
 
     @classmethod
     def for_graph(cls, gm: fx.GraphModule) -> EffectAnalysis:
-        return cls(compat.fake_mode_of(tensors_in([value_of(node) for node in gm.graph.nodes])))
+        return cls(fake_mode_of(tensors_in([value_of(node) for node in gm.graph.nodes])))
 
     @property
     def symbols(self) -> Any:
         """Equal at two times if all expressions read the same at both."""
-        return compat.symbols_version(self.fake_mode.shape_env if self.fake_mode is not None else None)
+        return symbols_version(self.fake_mode.shape_env if self.fake_mode is not None else None)
 
     def read_modes(self, gm: fx.GraphModule) -> None:
         """Read again in which mode each node of ``gm``, a whole graph, and of its bodies runs."""
@@ -326,7 +314,7 @@ class EffectAnalysis:
         # A call that takes or gives anything else, such as a context, may switch what later calls do.
         if not all(isinstance(leaf, _PLAIN) for leaf in leaves(values)):
             return False
-        if any(compat.is_functorch_wrapped(tensor) for tensor in tensors_in(values)):
+        if any(is_functorch_wrapped(tensor) for tensor in tensors_in(values)):
             return False  # between vmap and grad levels an operator does not mean what it says
         if isinstance(node.target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
             return True
@@ -354,13 +342,13 @@ class EffectAnalysis:
         args, kwargs = fx.map_arg(node.args, argument), fx.map_arg(node.kwargs, argument)
         given = [aliases[id(tensor)] for tensor in tensors]
         operators, parts = Recorder(given), Recorder(given)
-        recorder = _Recorder(parts)
+        recorder = CallObserver(parts)
         shape_env = self.fake_mode.shape_env if self.fake_mode is not None else None
         try:
             with (
                 mode.entered(),
                 torch.no_grad(),
-                compat.speculation(self.fake_mode, shape_env),
+                speculation(self.fake_mode, shape_env),
                 recorder,
                 observed_operators(operators),
             ):
@@ -372,7 +360,7 @@ class EffectAnalysis:
         if recorder.writes_unseen or recorder.written - storages_of(tensors) - recorder.made:
             return _Outcome(Kind.BARRIER, changes_views=recorder.changes_views)
         return _Outcome(
-            recorder.kind(),
+            Kind.OPAQUE if recorder.random or recorder.foreign else Kind.PURE,
             written,
             recorder.syncs,
             recorder.random,
@@ -386,7 +374,7 @@ class EffectAnalysis:
         if is_plain(tensor):
             return tensor.detach()
         # DTensor keeps a table by sizes, which symbols do not fit in, where it does not see that it is traced.
-        with compat.speculation(self.fake_mode, self.fake_mode.shape_env if self.fake_mode is not None else None):
+        with speculation(self.fake_mode, self.fake_mode.shape_env if self.fake_mode is not None else None):
             return tensor.detach()
 
 
@@ -396,60 +384,6 @@ def is_known_function(node: fx.Node) -> bool:
     # torch.add and its like are builtins without a module.
     own = not module or module in _SCALAR_MODULES or f"{module}.".startswith("torch.")
     return node.op == "call_function" and own
-
-
-class _Recorder(TorchDispatchMode):
-    """Records which operators run, which storages they write, and which they allocate."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self, parts: Recorder) -> None:
-        super().__init__()
-        self.parts = parts
-        self.written: set[StorageKey] = set()
-        self.made: set[StorageKey] = set()
-        self.syncs = self.random = self.foreign = self.changes_views = False
-        self.writes_unseen = False  # to the memory of a subclass, which is not known
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        before = storages_of([*args, kwargs])
-        if is_higher_order(func):
-            # Of a higher-order operator no schema tells what it does.
-            if not computes_only(func):
-                return NotImplemented
-            self.foreign = True
-            result = func(*args, **kwargs)
-            self.made |= storages_of(result) - before
-            return result
-        result = func(*args, **kwargs)
-        self.parts(func, args, kwargs, result)
-        self.made |= storages_of(result) - before
-        self.random |= torch.Tag.nondeterministic_seeded in func.tags
-        self.syncs |= torch.Tag.data_dependent_output in func.tags
-        # index.Tensor has the tag too, and a new size only for a boolean index.
-        if torch.Tag.dynamic_output_shape in func.tags:
-            self.syncs |= bool(set(unbacked_in(result)) - set(unbacked_in([*args, kwargs])))
-        self.syncs |= _copies_to_host(args, result)
-        self.foreign |= func.namespace not in _KNOWN_NAMESPACES and func.name() not in _KNOWN_OPERATORS
-        self.changes_views |= torch.Tag.inplace_view in func.tags
-        if func.name() == _WAIT:
-            self.written |= before
-        if func._schema.is_mutable:
-            for i, argument in enumerate(func._schema.arguments):
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    value = args[i] if i < len(args) else kwargs.get(argument.name)
-                    self.written |= storages_of(value)
-                    self.writes_unseen |= not all(map(is_plain, tensors_in(value)))
-        return result
-
-    def kind(self) -> Kind:
-        return Kind.OPAQUE if self.random or self.foreign else Kind.PURE
-
-
-def _copies_to_host(args: Any, result: Any) -> bool:
-    devices = {tensor.device.type for tensor in tensors_in(args)}
-    return "cuda" in devices and any(tensor.device.type == "cpu" for tensor in tensors_in(result))
 
 
 def _made_inside(body: fx.GraphModule) -> set[StorageKey]:

@@ -16,7 +16,7 @@ MOST_READS = 4
 MOST_SUMMED_READS = 8
 """The same for a value of a single reader (``realize_acc_reads_threshold``): a long sum is computed in pieces."""
 FARTHEST = 64
-"""A value waits for none that is more than so many written ones behind it (``Scheduler.are_long_distant_nodes``)."""
+"""The largest distance of two values that are fused, in buffers (``Scheduler.are_long_distant_nodes``)."""
 
 Key = TypeVar("Key", bound=Hashable)
 

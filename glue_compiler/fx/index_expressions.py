@@ -8,7 +8,8 @@ own index), constants, and elements of tensors that it does not look into (leave
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import sympy
 import torch
@@ -16,7 +17,7 @@ import torch
 from glue_compiler.fx.index_numbers import Expression
 from glue_compiler.fx.index_operators import READERS, largest_of
 from glue_compiler.fx.index_views import Element, Index, NotAView, broadcast_index, number_of, source_of
-from glue_compiler.fx.operators import FOUND, Operators, Value
+from glue_compiler.fx.operators import UNTRACKED, Operators, Value
 
 
 class Unreadable(Exception):
@@ -27,9 +28,14 @@ class IndexReader:
     """Reads values of one numbered graph and of the bodies in it.
 
     Attributes:
+        rules: what operators make of their operands' elements.
+        in_body: is a value that is passed into a body one of the body's, not of the caller?
         leaves: the value behind each leaf's name. Leaves of one name are equal values, wherever they are computed.
         largest: what their elements are at most, in magnitude.
     """
+
+    rules: ClassVar[Mapping[Any, Any]] = READERS
+    in_body: ClassVar[bool] = False
 
     def __init__(self, operators: Operators) -> None:
         self.operators = operators
@@ -45,29 +51,35 @@ class IndexReader:
         """
         key = (value, index)
         if key not in self._seen:
-            self._require_known(value)
-            self._seen[key] = self._read(value, broadcast_index(index, self.shape(value)))
+            self.require_known(value)
+            self._seen[key] = self.element(value, broadcast_index(index, self.shape(value)))
         return self._seen[key]
 
     def source(self, value: Value, index: Index) -> Element:
         """The element behind views and copies: of the first operator that computes something."""
         element = Element(value, broadcast_index(index, self.shape(value)))
-        while True:
-            self._require_known(element.value)
-            passed = self.operators.passed(element.value)
-            if passed is not None:
-                element = Element(passed, element.index)
-                continue
-            try:
-                element = source_of(self.operators, element.value, element.index)
-            except NotAView:
-                return element
+        self.require_known(value)
+        while (behind := self.behind(element)) is not None:
+            element = behind
+            self.require_known(element.value)
+        return element
 
-    def _read(self, value: Value, index: Index) -> Expression:
+    def behind(self, element: Element) -> Element | None:
+        """The element that it is a view or a copy of, or that the caller of a body passes."""
+        passed = self.operators.passed(element.value)
+        if passed is not None:
+            return Element(passed, element.index) if not self.in_body else None
+        try:
+            return source_of(self.operators, element.value, element.index)
+        except NotAView:
+            return None
+
+    def element(self, value: Value, index: Index) -> Expression:
+        """Element ``index`` of ``value``, which is known."""
         element = self.source(value, index)
         value, index = element.value, element.index
         call = self.operators.does(value)
-        read = READERS.get(call.operator) if call is not None else None
+        read = self.rules.get(call.operator) if call is not None else None
         if call is not None and read is not None:
             try:
                 return read(self, call, value, index)
@@ -92,7 +104,7 @@ class IndexReader:
     def operand(self, value: Any, index: Index) -> Expression:
         """A tensor that is broadcast to a result, at element ``index`` of the result; or a number."""
         if isinstance(value, Value):
-            self._require_known(value)
+            self.require_known(value)
             return self.read(value, broadcast_index(index, self.shape(value)))
         return number_of(value)
 
@@ -103,9 +115,10 @@ class IndexReader:
     def dtype(self, value: Value) -> torch.dtype:
         return self.operators.meta(value).dtype
 
-    def _require_known(self, value: Value) -> None:
+    def require_known(self, value: Value) -> None:
+        """Raises Unreadable for what is written in unknown ways, or no plain tensor."""
         name = value.node.name
-        if value.step == FOUND:
+        if value.step == UNTRACKED:
             raise Unreadable(f"the memory that '{name}' reads is written in place, in a way that is not followed")
         if not self.operators.is_tensor(value):
             raise Unreadable(f"'{name}' is not a plain tensor")

@@ -7,7 +7,7 @@ A reader takes an operator with the arguments of its schema, and gives element `
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import sympy
 import torch
@@ -26,13 +26,23 @@ from glue_compiler.fx.index_numbers import (
 from glue_compiler.fx.index_views import Index, NotAView, number_of
 from glue_compiler.fx.operators import Call, Operators, Value
 
-if TYPE_CHECKING:
-    from glue_compiler.fx.index_expressions import IndexReader
-
 aten = torch.ops.aten
 INDEX_DTYPES = (torch.int32, torch.int64)
 
-_Reader = Callable[["IndexReader", Call, Value, Index], Expression]
+
+class ElementReader(Protocol):
+    """Reads elements of values; :class:`glue_compiler.fx.index_expressions.IndexReader`."""
+
+    operators: Operators
+    largest: dict[str, int]
+
+    def read(self, value: Value, index: Index) -> Expression: ...
+    def operand(self, value: Any, index: Index) -> Expression: ...
+    def shape(self, value: Value) -> Any: ...
+    def dtype(self, value: Any) -> torch.dtype: ...
+
+
+_Reader = Callable[["ElementReader", Call, Value, Index], Expression]
 """The value is what the call gives."""
 
 
@@ -64,11 +74,11 @@ def largest_of(value: Value, operators: Operators) -> int:
     return min(largest, LARGEST[torch.int32]) if counts else largest
 
 
-def _converted(reader: IndexReader, value: Expression, dtype: torch.dtype) -> Expression:
+def _converted(reader: ElementReader, value: Expression, dtype: torch.dtype) -> Expression:
     return of_dtype(value, dtype, reader.largest)
 
 
-def _in_one_dtype(reader: IndexReader, *operands: tuple[Any, Expression]) -> list[Expression]:
+def _in_one_dtype(reader: ElementReader, *operands: tuple[Any, Expression]) -> list[Expression]:
     """Operands as torch promotes them, each with its expression."""
     stand_ins = []
     for operand, _ in operands:
@@ -87,13 +97,13 @@ def _in_one_dtype(reader: IndexReader, *operands: tuple[Any, Expression]) -> lis
     ]
 
 
-def _operands(reader: IndexReader, call: Call, index: Index) -> list[Expression]:
+def _operands(reader: ElementReader, call: Call, index: Index) -> list[Expression]:
     """``self`` and ``other`` of an operator, as it promotes them."""
     pair = [call.arguments["self"], call.arguments["other"]]
     return _in_one_dtype(reader, *((operand, reader.operand(operand, index)) for operand in pair))
 
 
-def _arange(reader: IndexReader, call: Call, value: Value, index: Index) -> Expression:
+def _arange(reader: ElementReader, call: Call, value: Value, index: Index) -> Expression:
     start, step = (number_of(call.arguments.get(name, default)) for name, default in (("start", 0), ("step", 1)))
     if reader.dtype(value) not in INDEX_DTYPES or not (start.is_integer and step.is_integer):
         raise NotAView("arange of another dtype")
@@ -101,14 +111,14 @@ def _arange(reader: IndexReader, call: Call, value: Value, index: Index) -> Expr
 
 
 def _constant(number: int) -> _Reader:
-    def read(reader: IndexReader, call: Call, value: Value, index: Index) -> Expression:
+    def read(reader: ElementReader, call: Call, value: Value, index: Index) -> Expression:
         return of_dtype(sympy.Integer(number), reader.dtype(value))
 
     return read
 
 
 def _filled(name: str) -> _Reader:
-    def read(reader: IndexReader, call: Call, value: Value, index: Index) -> Expression:
+    def read(reader: ElementReader, call: Call, value: Value, index: Index) -> Expression:
         if isinstance(call.arguments[name], Value):
             raise NotAView("filled with a tensor's value")
         return of_dtype(number_of(call.arguments[name]), reader.dtype(value))
@@ -117,7 +127,7 @@ def _filled(name: str) -> _Reader:
 
 
 def _logical(combine: Callable[..., Any], of_bits: bool) -> _Reader:
-    def read(reader: IndexReader, call: Call, value: Value, index: Index) -> Expression:
+    def read(reader: ElementReader, call: Call, value: Value, index: Index) -> Expression:
         if of_bits and reader.dtype(value) != torch.bool:
             raise NotAView("bits of integers")
         operands = (reader.operand(call.arguments[name], index) for name in ("self", "other"))
@@ -126,14 +136,14 @@ def _logical(combine: Callable[..., Any], of_bits: bool) -> _Reader:
     return read
 
 
-def _not(reader: IndexReader, call: Call, value: Value, index: Index) -> Expression:
+def _not(reader: ElementReader, call: Call, value: Value, index: Index) -> Expression:
     if reader.dtype(value) != torch.bool:
         raise NotAView("bits of integers")
     return sympy.Not(as_boolean(reader.operand(call.arguments["self"], index)))
 
 
 def _comparison(compare: Callable[..., Any], test: Callable[[Any], bool]) -> _Reader:
-    def read(reader: IndexReader, call: Call, value: Value, index: Index) -> Expression:
+    def read(reader: ElementReader, call: Call, value: Value, index: Index) -> Expression:
         first, second = map(as_number, _operands(reader, call, index))
         if first.has(sympy.oo, -sympy.oo, sympy.nan) or second.has(sympy.oo, -sympy.oo, sympy.nan):
             raise NotAView("a comparison with infinity")
@@ -151,7 +161,7 @@ def _comparison(compare: Callable[..., Any], test: Callable[[Any], bool]) -> _Re
 
 
 def _arithmetic(combine: Callable[..., Any]) -> _Reader:
-    def read(reader: IndexReader, call: Call, value: Value, index: Index) -> Expression:
+    def read(reader: ElementReader, call: Call, value: Value, index: Index) -> Expression:
         dtype = reader.dtype(value)
         if dtype == torch.bool:
             raise NotAView("arithmetic of booleans")
@@ -161,8 +171,7 @@ def _arithmetic(combine: Callable[..., Any]) -> _Reader:
             raise NotAView("arithmetic of floats")
         if first.has(sympy.oo, -sympy.oo, sympy.nan) or second.has(sympy.oo, -sympy.oo, sympy.nan):
             first, second = (_kept_apart(each) for each in (first, second))
-        alpha = number_of(call.arguments.get("alpha", 1))
-        return _converted(reader, combine(first, second, alpha), dtype)
+        return _converted(reader, combine(first, second), dtype)
 
     return read
 
@@ -173,17 +182,18 @@ def _kept_apart(value: Expression) -> Expression:
     return value
 
 
-def _sum(reader: IndexReader, call: Call, value: Value, index: Index) -> Expression:
+def _sum(reader: ElementReader, call: Call, value: Value, index: Index) -> Expression:
     """Masks that are added to each other: choices between numbers, which may be infinite."""
     dtype = reader.dtype(value)
     if dtype.is_floating_point and call.arguments["alpha"] == 1:
         first, second = map(as_number, _operands(reader, call, index))
         if is_selected_constant(first) and is_selected_constant(second):
             return _converted(reader, sympy.Add(first, second, evaluate=False), dtype)
-    return _arithmetic(lambda a, b, alpha: a + alpha * b)(reader, call, value, index)
+    alpha = number_of(call.arguments["alpha"])
+    return _arithmetic(lambda a, b: a + alpha * b)(reader, call, value, index)
 
 
-def _multiply(reader: IndexReader, call: Call, value: Value, index: Index) -> Expression:
+def _multiply(reader: ElementReader, call: Call, value: Value, index: Index) -> Expression:
     dtype = reader.dtype(value)
     first, second = (reader.operand(call.arguments[name], index) for name in ("self", "other"))
     if dtype == torch.bool:
@@ -192,10 +202,10 @@ def _multiply(reader: IndexReader, call: Call, value: Value, index: Index) -> Ex
         first, second = map(as_number, _operands(reader, call, index))
         if is_selected_constant(first) and is_selected_constant(second):
             return _converted(reader, sympy.Mul(first, second, evaluate=False), dtype)
-    return _arithmetic(lambda a, b, alpha: a * b)(reader, call, value, index)
+    return _arithmetic(lambda a, b: a * b)(reader, call, value, index)
 
 
-def _divide(reader: IndexReader, call: Call, value: Value, index: Index) -> Expression:
+def _divide(reader: ElementReader, call: Call, value: Value, index: Index) -> Expression:
     is_floored = call.operator is aten.floor_divide or call.arguments.get("rounding_mode") == "floor"
     first, second = map(as_number, _operands(reader, call, index))
     if not is_floored or reader.dtype(value) not in INDEX_DTYPES or not second.is_positive:
@@ -204,18 +214,18 @@ def _divide(reader: IndexReader, call: Call, value: Value, index: Index) -> Expr
 
 
 def _unary(combine: Callable[[Any], Any]) -> _Reader:
-    def read(reader: IndexReader, call: Call, value: Value, index: Index) -> Expression:
+    def read(reader: ElementReader, call: Call, value: Value, index: Index) -> Expression:
         operand = reader.operand(call.arguments["self"], index)
         return _converted(reader, combine(as_number(operand)), reader.dtype(value))
 
     return read
 
 
-def _convert(reader: IndexReader, call: Call, value: Value, index: Index) -> Expression:
+def _convert(reader: ElementReader, call: Call, value: Value, index: Index) -> Expression:
     return _converted(reader, reader.operand(call.arguments["self"], index), reader.dtype(value))
 
 
-def _where(reader: IndexReader, call: Call, value: Value, index: Index) -> Expression:
+def _where(reader: ElementReader, call: Call, value: Value, index: Index) -> Expression:
     if "other" not in call.arguments:
         raise NotAView("where of one operand")
     condition = as_boolean(reader.operand(call.arguments["condition"], index))
@@ -223,14 +233,8 @@ def _where(reader: IndexReader, call: Call, value: Value, index: Index) -> Expre
     return _selected(reader, value, condition, *chosen)
 
 
-def _masked_fill(reader: IndexReader, call: Call, value: Value, index: Index) -> Expression:
-    condition = as_boolean(reader.operand(call.arguments["mask"], index))
-    filling, kept = (reader.operand(call.arguments[name], index) for name in ("value", "self"))
-    return _selected(reader, value, condition, filling, kept)
-
-
 def _selected(
-    reader: IndexReader, value: Value, condition: Any, if_true: Expression, if_false: Expression
+    reader: ElementReader, value: Value, condition: Any, if_true: Expression, if_false: Expression
 ) -> Expression:
     dtype = reader.dtype(value)
     if dtype == torch.bool:
@@ -239,8 +243,12 @@ def _selected(
     return _converted(reader, select(condition, as_number(if_true), as_number(if_false)), dtype)
 
 
+def _one_hot(reader: ElementReader, call: Call, value: Value, index: Index) -> Expression:
+    return as_number(sympy.Eq(as_number(reader.operand(call.arguments["self"], index[:-1])), index[-1]))
+
+
 def _triangle(keeps: Callable[[Any, Any, Any], Any]) -> _Reader:
-    def read(reader: IndexReader, call: Call, value: Value, index: Index) -> Expression:
+    def read(reader: ElementReader, call: Call, value: Value, index: Index) -> Expression:
         kept = keeps(index[-2], index[-1], number_of(call.arguments["diagonal"]))
         zero = sympy.false if reader.dtype(value) == torch.bool else sympy.Integer(0)
         return _selected(reader, value, kept, reader.operand(call.arguments["self"], index), zero)
@@ -248,7 +256,7 @@ def _triangle(keeps: Callable[[Any, Any, Any], Any]) -> _Reader:
     return read
 
 
-def _difference(reader: IndexReader, call: Call, value: Value, index: Index) -> Expression:
+def _difference(reader: ElementReader, call: Call, value: Value, index: Index) -> Expression:
     """``torch.diff`` with nothing, or one element, in front."""
     source, before = call.arguments["self"], call.arguments["prepend"]
     dim, dtype = call.arguments["dim"] % len(index), reader.dtype(value)
@@ -271,7 +279,7 @@ def _difference(reader: IndexReader, call: Call, value: Value, index: Index) -> 
     return step if here.is_positive else select(sympy.Eq(here, 0), first, step)
 
 
-def _cumsum(reader: IndexReader, call: Call, value: Value, index: Index) -> Expression:
+def _cumsum(reader: ElementReader, call: Call, value: Value, index: Index) -> Expression:
     """Nothing but zeros adds up to zero; any other sum stays a leaf."""
     if not index:
         raise NotAView("a sum of one number")
@@ -282,7 +290,7 @@ def _cumsum(reader: IndexReader, call: Call, value: Value, index: Index) -> Expr
     return sympy.Integer(0)
 
 
-def _gather(reader: IndexReader, call: Call, value: Value, index: Index) -> Expression:
+def _gather(reader: ElementReader, call: Call, value: Value, index: Index) -> Expression:
     """``x[i, j, ...]`` with integer index tensors for the first dimensions."""
     source, items = call.arguments["self"], call.arguments["indices"]
     if not all(isinstance(item, Value) and reader.dtype(item) in INDEX_DTYPES for item in items):
@@ -296,7 +304,7 @@ def _gather(reader: IndexReader, call: Call, value: Value, index: Index) -> Expr
     return reader.read(source, (*at, *index[len(index) - rest :]))
 
 
-CONVERSIONS = (aten.to, aten._to_copy, aten.type_as)
+CONVERSIONS = (aten.to, aten._to_copy)
 
 READERS: dict[Any, _Reader] = {
     aten.arange: _arange,
@@ -311,45 +319,30 @@ READERS: dict[Any, _Reader] = {
     aten.new_full: _filled("fill_value"),
     aten.scalar_tensor: _filled("s"),
     aten.lift_fresh: _filled("self"),  # torch.tensor(number)
-    aten.__and__: _logical(sympy.And, True),
     aten.bitwise_and: _logical(sympy.And, True),
     aten.logical_and: _logical(sympy.And, False),
-    aten.__or__: _logical(sympy.Or, True),
     aten.bitwise_or: _logical(sympy.Or, True),
     aten.logical_or: _logical(sympy.Or, False),
-    aten.__xor__: _logical(sympy.Xor, True),
     aten.bitwise_xor: _logical(sympy.Xor, True),
     aten.logical_xor: _logical(sympy.Xor, False),
     aten.bitwise_not: _not,
     aten.logical_not: _not,
     aten.eq: _comparison(sympy.Eq, lambda d: d == 0),
     aten.ne: _comparison(sympy.Ne, lambda d: d != 0),
-    aten.not_equal: _comparison(sympy.Ne, lambda d: d != 0),
     aten.le: _comparison(sympy.Le, lambda d: d <= 0),
-    aten.less_equal: _comparison(sympy.Le, lambda d: d <= 0),
     aten.lt: _comparison(sympy.Lt, lambda d: d < 0),
-    aten.less: _comparison(sympy.Lt, lambda d: d < 0),
     aten.ge: _comparison(sympy.Ge, lambda d: d >= 0),
-    aten.greater_equal: _comparison(sympy.Ge, lambda d: d >= 0),
     aten.gt: _comparison(sympy.Gt, lambda d: d > 0),
-    aten.greater: _comparison(sympy.Gt, lambda d: d > 0),
     aten.add: _sum,
-    aten.sub: _arithmetic(lambda a, b, alpha: a - alpha * b),
-    aten.subtract: _arithmetic(lambda a, b, alpha: a - alpha * b),
-    aten.rsub: _arithmetic(lambda a, b, alpha: b - alpha * a),
     aten.mul: _multiply,
-    aten.multiply: _multiply,
     aten.div: _divide,
-    aten.divide: _divide,
     aten.floor_divide: _divide,
     aten.neg: _unary(lambda a: -a),
-    aten.negative: _unary(lambda a: -a),
     aten.abs: _unary(sympy.Abs),
-    aten.absolute: _unary(sympy.Abs),
     aten.where: _where,
-    aten.masked_fill: _masked_fill,
     aten.tril: _triangle(lambda row, column, diagonal: column - row <= diagonal),
     aten.triu: _triangle(lambda row, column, diagonal: column - row >= diagonal),
+    aten.one_hot: _one_hot,
     aten.diff: _difference,
     aten.cumsum: _cumsum,
     aten.index: _gather,

@@ -130,24 +130,6 @@ def _squeeze(given: Arguments, shape: Shape, result: Shape, index: Index) -> Ind
     return tuple(sympy.Integer(0) if d in dropped else next(left) for d in range(len(shape)))
 
 
-def _swapped(first: str, second: str) -> Callable[[Arguments, Shape, Shape, Index], Index]:
-    def read(given: Arguments, shape: Shape, result: Shape, index: Index) -> Index:
-        one, other = (_dimension(given[name], len(shape)) for name in (first, second))
-        swapped = list(index)
-        swapped[one], swapped[other] = swapped[other], swapped[one]
-        return tuple(swapped)
-
-    return read
-
-
-def _matrix_transposed(given: Arguments, shape: Shape, result: Shape, index: Index) -> Index:
-    return (*index[:-2], index[-1], index[-2])
-
-
-def _reversed(given: Arguments, shape: Shape, result: Shape, index: Index) -> Index:
-    return index[::-1]
-
-
 def _permute(given: Arguments, shape: Shape, result: Shape, index: Index) -> Index:
     order = [_dimension(d, len(shape)) for d in given["dims"]]
     return tuple(index[order.index(d)] for d in range(len(shape)))
@@ -166,11 +148,6 @@ def _slice(given: Arguments, shape: Shape, result: Shape, index: Index) -> Index
     start = given["start"]
     first = sympy.Integer(0) if start is None else _from_start(start, shape[dim], clamped=True)
     return (*index[:dim], index[dim] * step + first, *index[dim + 1 :])
-
-
-def _narrow(given: Arguments, shape: Shape, result: Shape, index: Index) -> Index:
-    dim = _dimension(given["dim"], len(shape))
-    return (*index[:dim], index[dim] + _from_start(given["start"], shape[dim]), *index[dim + 1 :])
 
 
 def _from_start(place: Any, size: Any, clamped: bool = False) -> sympy.Expr:
@@ -237,33 +214,16 @@ _View = Callable[[Arguments, Shape, Shape, Index], Index]
 _VIEWS: dict[Any, _View] = {
     aten.alias: _same,
     aten.clone: _same,
-    aten.contiguous: _same,
     aten.detach: _same,
-    aten.detach_: _same,
     aten.lift_fresh: _same,
-    aten.broadcast_to: _expand,
     aten.expand: _expand,
-    aten.expand_as: _expand,
     aten.repeat: _repeat,
     aten.repeat_interleave: _repeat_interleave,
     aten.unsqueeze: _unsqueeze,
     aten.squeeze: _squeeze,
-    aten.transpose: _swapped("dim0", "dim1"),
-    aten.swapdims: _swapped("dim0", "dim1"),
-    aten.swapaxes: _swapped("axis0", "axis1"),
-    aten.mT: _matrix_transposed,
-    aten.numpy_T: _reversed,
-    aten.t: _reversed,
     aten.permute: _permute,
     aten.select: _select,
     aten.slice: _slice,
-    aten.narrow: _narrow,
-    aten.flatten: _reshape,
-    aten.reshape: _reshape,
-    aten.reshape_as: _reshape,
-    aten.unflatten: _reshape,
     aten.view: _reshape,
-    aten.view_as: _reshape,
-    aten._unsafe_view: _reshape,
 }
 """By the operator; each takes its tensor as ``self``."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from glue_compiler import compat
+from glue_compiler.compat.symbols import may_be_equal
 from glue_compiler.errors import GlueInvariantError
 from glue_compiler.fx import bodies
 from glue_compiler.fx.effects import EffectAnalysis, Kind
@@ -139,7 +139,7 @@ def _same_number(old: object, new: object, own: set[object]) -> bool:
     # A number on record for what is now an expression was decided from a range.
     shape_env = (old if isinstance(old, Symbolic) else new).node.shape_env  # type: ignore[attr-defined]
     one_is_a_number = bool(getattr(first, "free_symbols", ())) != bool(getattr(second, "free_symbols", ()))
-    return one_is_a_number and compat.may_be_equal(first, second, shape_env)
+    return one_is_a_number and may_be_equal(first, second, shape_env)
 
 
 def _show(value: object) -> str:

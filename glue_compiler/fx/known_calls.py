@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from glue_compiler import compat
+from glue_compiler.compat.symbols import has_symbols
 from glue_compiler.fx.modes import Mode
 from glue_compiler.fx.values import StorageKey, Symbolic, is_plain, leaves, storages_of, tensors_in, unbacked_in
 
@@ -116,7 +116,7 @@ class KnownCall:
             if isinstance(leaf, Symbolic):
                 return None
             if isinstance(leaf, torch.Tensor):
-                if compat.has_symbols(leaf) or not is_plain(leaf):
+                if has_symbols(leaf) or not is_plain(leaf):
                     return None
                 numbers = (tuple(leaf.shape), tuple(leaf.stride()), (leaf.storage_offset(),))
                 described.append((leaf.dtype, leaf.device, numbers, leaf.requires_grad))

@@ -7,7 +7,7 @@ import operator
 import torch
 from torch import fx
 
-from glue_compiler import compat
+from glue_compiler.compat import symbols
 from glue_compiler.fx import bodies
 from glue_compiler.fx.effects import EffectAnalysis
 from glue_compiler.fx.values import has_value, value_of
@@ -25,5 +25,5 @@ def record_missing_values(gm: fx.GraphModule, analysis: EffectAnalysis) -> None:
             if has_value(node) or not isinstance(source, torch.Tensor) or type(node.args[1]) is not int:
                 continue
             if not source.is_floating_point():
-                with torch.no_grad(), compat.speculation(analysis.fake_mode, shape_env):
+                with torch.no_grad(), symbols.speculation(analysis.fake_mode, shape_env):
                     node.meta["example_value"] = source[node.args[1]]

@@ -6,27 +6,30 @@ Analyses match on operators and named arguments::
         case Call(aten.dropout, {"input": weights, "p": p, "train": train}): ...
 
 Operators are recorded above autograd and autocast (:mod:`glue_compiler.fx.records`), so ``linear``, ``softmax`` and
-``scaled_dot_product_attention`` are whole, and every spelling of a call gives the same operators. A value names a
-version: what is an argument of an operator is what the operator finds in memory, whatever was written before.
+``scaled_dot_product_attention`` are whole, and every spelling of a call gives the same operators, in a normal form
+(:mod:`glue_compiler.fx.normal`): ``x[m] = 0``, ``x.masked_fill_(m, 0)`` and ``torch.where(m, 0, x)`` are one
+``aten.where``. A value names a version: what is an argument of an operator is what the operator finds in memory,
+whatever was written before.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from glue_compiler.fx.effects import EffectAnalysis, Kind
+from glue_compiler.fx.effects import EffectAnalysis
 from glue_compiler.fx.modes import Mode
+from glue_compiler.fx.normal import LISTS, normal, taken
 from glue_compiler.fx.records import CallRecord, Given, Made, Meta, RecordedOperator, Unknown, map_references, meta_of
 from glue_compiler.fx.value_numbering import Numbering
 from glue_compiler.fx.values import StorageKey, is_plain, leaves, requires_grad, storage_of, value_of
 
-OWN, FOUND = -1, -2
+OWN, UNTRACKED = -1, -2
 
 
 @dataclass(frozen=True)
@@ -36,10 +39,10 @@ class Value:
     Attributes:
         node: the captured node at which it comes to be.
         step: which of the node's operators makes it; OWN for what the node itself is: an input, an attribute, the
-            result of a call that is not looked into; FOUND for what others find in the node's memory after a write
+            result of a call that is not looked into; UNTRACKED for what others find in the node's memory after a write
             that is not followed.
         leaf: which of the results of that operator, or of the node's value, flattened.
-        since: of what is FOUND, the time of that write: all that read before the next write find one value.
+        since: of what is UNTRACKED, the time of that write: all that read before the next write find one value.
     """
 
     node: fx.Node
@@ -53,26 +56,32 @@ class Call:
     """One operator of ATen or of a library, called.
 
     Attributes:
-        operator: the packet, such as ``torch.ops.aten.add``; of an operator in place ``torch.ops.aten.add_``.
+        operator: the packet, such as ``torch.ops.aten.add``, in normal form (:mod:`glue_compiler.fx.normal`): that of
+            an operator in place is the one out of place.
         arguments: by the names of the schema, absent ones with their defaults: tensors as :class:`Value`, symbolic
             numbers as sympy expressions, tensors of one known element as Python numbers, lists as tuples.
         overload: such as ``torch.ops.aten.add.Tensor``.
-        written: names of the arguments that it writes.
         node: the captured node that it is a part of.
+        recorded: the operator as it was called.
     """
 
     operator: Any
     arguments: Mapping[str, Any]
     overload: Any
-    written: tuple[str, ...]
     node: fx.Node
+    recorded: RecordedOperator
 
     __match_args__ = ("operator", "arguments")
 
     @property
+    def written(self) -> tuple[str, ...]:
+        """Names of the arguments that it writes."""
+        return self.recorded.written
+
+    @property
     def writes_out(self) -> bool:
         """Is it given the tensor to write its result into?"""
-        return bool(self.written) and any(each.is_out for each in self.overload._schema.arguments)
+        return bool(self.written) and any(each.is_out for each in self.recorded.overload._schema.arguments)
 
 
 @dataclass
@@ -129,7 +138,7 @@ class Operators:
             return found
         tensor = self._own(Value(node, OWN, leaf))
         since = self.numbering.last_write(storage_of(tensor), node, at) if is_plain(tensor) else None
-        return Value(node, FOUND, leaf, self.numbering.starts[at] if since is None else since)
+        return Value(node, UNTRACKED, leaf, self.numbering.starts[at] if since is None else since)
 
     def _resolved(self, node: fx.Node, reference: Any, leaf: int) -> Value:
         if isinstance(reference, Given):
@@ -149,14 +158,14 @@ class Operators:
         return next((scope.module for scope in calls), None)
 
     def operand(self, value: Value, at: fx.Node) -> fx.Node | None:
-        """A node in whose memory ``at``, if it is passed that, finds ``value``."""
-        node = value.node if value.step == FOUND and not value.leaf else self.node_of(value)
+        """A node whose memory still holds ``value`` when ``at`` runs."""
+        node = value.node if value.step == UNTRACKED and not value.leaf else self.node_of(value)
         return node if node is not None and (not self.is_tensor(value) or self.is_kept(value, at)) else None
 
     def node_of(self, value: Value) -> fx.Node | None:
         """A node that evaluates to ``value``; None for a value inside of a call, and for items that no node takes."""
         node = value.node
-        if value.step == FOUND:
+        if value.step == UNTRACKED:
             return None
         if isinstance(value_of(node), tuple | list):
             items = (user for user in node.users if user.target is operator.getitem)
@@ -187,16 +196,20 @@ class Operators:
     def does(self, value: Value) -> Call | None:
         """The operator that makes ``value``; None for an input, an attribute, and a call that is not looked into.
 
-        Nor is one with ``out=``: it does more than to make its result.
+        Nor is one with ``out=``: it does more than to make its result. An item of ``split`` or ``unbind`` is a slice.
         """
         calls = self.calls(value.node) if value.step >= 0 else None
         call = calls[value.step] if calls is not None else None
-        return None if call is not None and call.writes_out else call
+        if call is None or call.writes_out:
+            return None
+        if call.operator not in LISTS:
+            return call
+        overload, arguments = taken(call.operator, call.arguments, value.leaf, call.recorded.results[value.leaf])
+        return replace(call, operator=overload.overloadpacket, overload=overload, arguments=arguments)
 
-    def is_made_of(self, node: fx.Node, operators: Collection[Any]) -> bool:
-        """Is one of ``operators`` among those of a node? Cheaper to ask than what they are called on."""
-        record = self.record(node)
-        return record is not None and any(each.overload.overloadpacket in operators for each in record.operators)
+    def dispatches(self, node: fx.Node, operators: Collection[Any]) -> bool:
+        """Does a node dispatch one of ``operators``, in normal form?"""
+        return any(call.operator in operators for call in self.calls(node) or ())
 
     def calls(self, node: fx.Node) -> list[Call] | None:
         """All operators of a node, in order; None for a call that is not looked into."""
@@ -211,11 +224,12 @@ class Operators:
         return given_as(node, record.operators[-1], name) if record is not None and record.operators else None
 
     def _call(self, node: fx.Node, each: RecordedOperator) -> Call:
-        arguments = {
+        given = {
             name: map_references(value, lambda reference: self._resolved(node, reference, 0))
             for name, value in each.arguments.items()
         }
-        return Call(each.overload.overloadpacket, arguments, each.overload, each.written, node)
+        overload, arguments = normal(each.overload, given, each.results[0] if each.results else None)
+        return Call(overload.overloadpacket, arguments, overload, node, each)
 
     def _given(self, node: fx.Node) -> list[Value]:
         """What a node's call finds in the tensors that it is given, in the order in which its record counts them."""
@@ -248,17 +262,12 @@ class Operators:
 
     def number(self, value: Value) -> Any:
         """Equal for two values that are equal when they are made."""
-        if value.step == FOUND:
+        if value.step == UNTRACKED:
             return value
         node = self.node_of(value)
         if node is not None:
             return self.numbering.numbers[node]
         return (self.numbering.numbers[value.node], value.step, value.leaf)
-
-    def is_pure(self, value: Value) -> bool:
-        """Is it made by operators of torch's own that do nothing else?"""
-        effects = self.numbering.effects.get(value.node)
-        return effects is not None and effects.kind is Kind.PURE and value.step >= 0
 
     # -- what memory holds
 
@@ -285,7 +294,7 @@ class Operators:
             return False
         if storage is None:
             return True
-        if value.step != FOUND:
+        if value.step != UNTRACKED:
             return self.numbering.is_unwritten(storage, value.node, at)
         return self.numbering.last_write(storage, value.node, at) == value.since
 
@@ -321,4 +330,4 @@ def _is_flat(values: Any) -> bool:
     return all(not isinstance(item, tuple | list | dict) for item in values)
 
 
-__all__ = ["FOUND", "OWN", "Call", "Operators", "Unknown", "Value", "given_as", "given_leaves"]
+__all__ = ["UNTRACKED", "OWN", "Call", "Operators", "Unknown", "Value", "given_as", "given_leaves"]

@@ -5,14 +5,14 @@ A record names the call's operands by position, so that one record serves every 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
 import torch
 
-from glue_compiler import compat
+from glue_compiler.compat import symbols
 from glue_compiler.fx.values import (
     StorageKey,
     Symbolic,
@@ -84,6 +84,15 @@ class CallRecord:
 
     operators: tuple[RecordedOperator, ...]
     result: tuple[Any, ...]
+
+    def meta_at(self, reference: Any, given: Sequence[torch.Tensor]) -> Any:
+        """Of a tensor among the arguments, :class:`Meta`; of anything else what the record has there, or None.
+
+        ``given``: the tensors that the call is given.
+        """
+        if isinstance(reference, Given):
+            return meta_of(given[reference.position])
+        return self.operators[reference.step].results[reference.result] if isinstance(reference, Made) else None
 
     def renamed(self, names: Mapping[Any, Any]) -> CallRecord:
         """The record with other symbols in its sizes and numbers."""
@@ -171,7 +180,7 @@ class Recorder:
                 return Unknown()
             if id(value) in self._references:
                 return self._references[id(value)]
-            known = compat.known_number(value)
+            known = symbols.known_number(value)
             return known if known is not None else Unknown()
         if isinstance(value, tuple | list):
             return tuple(self._described(item) for item in value)

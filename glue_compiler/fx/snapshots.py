@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from glue_compiler import compat
+from glue_compiler.compat import tracing
 from glue_compiler.fx import bodies
 from glue_compiler.fx.values import value_of
 
@@ -132,8 +132,8 @@ def _written(graph: fx.Graph, rows: Sequence[_Row]) -> fx.Graph:
         args, kwargs = fx.map_arg((row.args, row.kwargs), nodes.__getitem__)
         node = nodes[row.node] = written.create_node(row.op, row.target, args, kwargs, row.name, row.type)
         node.meta = dict(row.meta)
-        compat.copy_node_attributes(row.node, node)
+        tracing.copy_node_attributes(row.node, node)
     for row in rows:
-        compat.set_name(nodes[row.node], row.name)  # which create_node may have changed
+        tracing.set_name(nodes[row.node], row.name)  # which create_node may have changed
     written._codegen = copy.copy(graph._codegen)
     return written

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from glue_compiler import compat
-from glue_compiler.compat import storages
+from glue_compiler.compat import storages, symbols
 
 Symbolic = (torch.SymInt, torch.SymFloat, torch.SymBool)
 StorageKey = int
@@ -56,8 +55,8 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """A dense tensor whose storage tells what it aliases: no wrapper subclass, and none inside of vmap or grad."""
-    known = type(tensor) in (torch.Tensor, torch.nn.Parameter, compat.fake_tensor_type())
-    return known and tensor.layout is torch.strided and not compat.is_functorch_wrapped(tensor)
+    known = type(tensor) in (torch.Tensor, torch.nn.Parameter, symbols.fake_tensor_type())
+    return known and tensor.layout is torch.strided and not symbols.is_functorch_wrapped(tensor)
 
 
 def storage_of(tensor: torch.Tensor) -> StorageKey:
@@ -80,6 +79,11 @@ def producer_of(node: fx.Node) -> fx.Node:
     return node
 
 
+def own_storages(node: fx.Node) -> set[StorageKey]:
+    """Memory that a node allocates; an item of a tuple counts as the operator that made the tuple."""
+    return storages_of(value_of(node)) - storages_of([value_of(arg) for arg in producer_of(node).all_input_nodes])
+
+
 def expression(value: Any) -> Any:
     """A symbolic value as its sympy expression, anything else as it is. Adds no guard."""
     return value.node.expr if isinstance(value, Symbolic) else value
@@ -89,7 +93,7 @@ def expressions_of(value: Any) -> Iterator[Any]:
     """Every number in a value's metadata: sizes, strides and offsets of tensors, and symbols."""
     for leaf in leaves(value):
         if isinstance(leaf, torch.Tensor):
-            if compat.is_functorch_wrapped(leaf):
+            if symbols.is_functorch_wrapped(leaf):
                 continue
             yield from map(expression, leaf.shape)
             if leaf.layout is torch.strided:
@@ -104,12 +108,12 @@ def unbacked_in(value: Any) -> list[Any]:
     named = [
         leaf
         for leaf in leaves(value)
-        if (compat.has_symbols(leaf) if isinstance(leaf, torch.Tensor) else isinstance(leaf, Symbolic))
+        if (symbols.has_symbols(leaf) if isinstance(leaf, torch.Tensor) else isinstance(leaf, Symbolic))
     ]
     found: dict[Any, None] = {}
     for number in expressions_of(named):
         if not isinstance(number, int | float | bool):
-            found.update(dict.fromkeys(sorted(compat.unbacked_symbols(number), key=str)))
+            found.update(dict.fromkeys(sorted(symbols.unbacked_symbols(number), key=str)))
     return list(found)
 
 
@@ -118,7 +122,7 @@ def most_bytes(tensor: torch.Tensor, shape_env: Any) -> int | None:
     total = tensor.element_size()
     sizes: tuple[Any, ...] = tuple(tensor.shape)
     for size in sizes:
-        bound = size if isinstance(size, int) else compat.upper_bound(expression(size), shape_env)
+        bound = size if isinstance(size, int) else symbols.upper_bound(expression(size), shape_env)
         if bound is None:
             return None
         total *= bound

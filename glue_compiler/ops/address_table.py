@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from glue_compiler.ops.page_locked import locked_copy
+
 
 def address_table(tensors: Sequence[Tensor]) -> Tensor:
     """int64 ``[len(tensors)]`` on the tensors' device: the address of each. Made without a host synchronisation."""
@@ -23,5 +25,7 @@ def _copied(addresses: tuple[int, ...], device: torch.device, stream: int) -> tu
     A table holds nothing but its own key, so an entry can never be stale; ``stream`` is part of the key because the
     copy is ordered on the stream that made it.
     """
-    host = torch.tensor(addresses, dtype=torch.int64, pin_memory=device.type == "cuda")
+    host = torch.tensor(addresses, dtype=torch.int64)
+    if device.type == "cuda":
+        host = locked_copy(host)
     return host.to(device, non_blocking=True), host

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from glue_compiler.ops import flash_attn4
+from glue_compiler.ops import cards, flash_attn4
 from glue_compiler.options import Compiler, Kernels
 
 Kernel = Literal["flex", "varlen", "flash4"]
@@ -26,7 +26,7 @@ class AttentionCall:
 
     Attributes:
         device: type, ``"cuda"`` or ``"cpu"``.
-        capability: of the CUDA device, ``(9, 0)`` for Hopper.
+        capability: of the card, ``(9, 0)`` for Hopper; None off NVIDIA's.
         dtype: of query, key and value; under autocast, of autocast.
         head_size: of query and key. value_size: of value.
         heads, key_heads: number of heads.
@@ -49,15 +49,19 @@ class AttentionCall:
     hides_keys: bool = False
     kernels: Kernels = "all"
 
+    @property
+    def card(self) -> cards.Card | None:
+        return None if self.capability is None else cards.of_capability(self.capability)
+
     @classmethod
     def of(cls, query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.0) -> AttentionCall:
         """From query ``[B, Hq, T, D]``, key and value ``[B, Hkv, T, D]``, real or fake."""
-        dtype = query.dtype
+        dtype, card = query.dtype, cards.of_device(query.device)
         if torch.is_autocast_enabled(query.device.type) and dtype != torch.float64:
             dtype = torch.get_autocast_dtype(query.device.type)
         return cls(
             device=query.device.type,
-            capability=torch.cuda.get_device_capability(query.device) if query.is_cuda else None,
+            capability=None if card is None else card.capability,
             dtype=dtype,
             head_size=query.shape[3],
             value_size=value.shape[3],
@@ -105,9 +109,10 @@ def unsupported(call: AttentionCall, compiler: Compiler) -> str | None:
 def prefers_cudnn(device: torch.device, length: int | torch.SymInt) -> bool:
     """Whether cuDNN is the faster of sdpa's kernels for a plain causal mask.
 
-    It is on Hopper and later; it builds a plan for each new length, so not where lengths vary.
+    It builds a plan for each new length, so not where lengths vary.
     """
-    return device.type == "cuda" and isinstance(length, int) and torch.cuda.get_device_capability(device) >= (9, 0)
+    card = cards.of_device(device)
+    return card is not None and card.prefers_cudnn and isinstance(length, int)
 
 
 def _general_reason(call: AttentionCall) -> str | None:
@@ -134,7 +139,7 @@ def _cpu_reason(compiler: Compiler) -> str | None:
 
 
 def _flex_reason(call: AttentionCall) -> str | None:
-    if call.capability is not None and call.capability < (8, 0):
+    if call.card is not None and not call.card.multiplies:
         return "flex_attention needs a GPU of compute capability 8.0"
     if call.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"flex_attention has no kernel for {call.dtype} on CUDA"
@@ -151,12 +156,11 @@ def _prefers_flash4(call: AttentionCall) -> bool:
     """Does FlashAttention 4 serve the call, with gradients, and faster than what comes with torch?"""
     return (
         call.kernels == "all"
-        and call.capability is not None
-        and (9, 0) <= call.capability < (13, 0)
+        and call.card is not None
         and call.dtype in (torch.float16, torch.bfloat16)
         and (call.length is None or call.length >= _FLASH4_LENGTH)
         and not call.hides_keys
-        and call.head_size <= 256
+        and call.head_size <= call.card.flash4_head
         and call.head_size % 8 == 0
         and not torch.are_deterministic_algorithms_enabled()
         and flash_attn4.unusable() is None  # last: it may import the package
@@ -164,7 +168,7 @@ def _prefers_flash4(call: AttentionCall) -> bool:
 
 
 def _flash_reason(call: AttentionCall) -> str | None:
-    if call.capability is not None and call.capability < (8, 0):
+    if call.card is not None and not call.card.multiplies:
         return "FlashAttention needs a GPU of compute capability 8.0"
     if call.dtype not in (torch.float16, torch.bfloat16):
         return f"FlashAttention has no kernel for {call.dtype}; use bf16 or fp16, or compiler='inductor'"

@@ -1,42 +1,25 @@
 """Whether attention without its mask pays: what a layer saves against what a batch's block lists cost.
 
 Measured with ``python -m benchmarks.attention_kernels``, one H200, torch 2.11, bf16, 16 query and 8 key heads of size
-128, one row, forward and backward; wider models and more rows save more.
+128, one row, forward and backward; wider models and more rows save more. Other cards are taken to be alike.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 Capability = tuple[int, int]
 
 
-@dataclass(frozen=True)
-class Costs:
-    """Microseconds on a GPU generation.
-
-    Attributes:
-        metadata: offsets and block lists of a batch, once.
-        saved: (tokens in a row, what a layer saves from there on), ascending. Rows shorter than the first were not
-            measured and count as saving nothing.
-        listed: queries from which on block lists of a mask's own values pay in a model of many layers, which share
-            them: each may be in a graph of its own, and memoize_metadata shares lists of masks of 1 MiB and more.
-            Measured with ``python -m benchmarks.mask_kinds``, ten kinds of masks: at 1024 lists take 75 to 120, and
-            eight kinds save them after 1 to 14 layers, while the densest two lose 20 a layer; at 2048 they take 82 to
-            170, and all ten save them after 1 or 2 layers.
-    """
-
-    metadata: float
-    saved: tuple[tuple[int, float], ...]
-    listed: int
-
-
-MEASURED: dict[Capability, Costs] = {
-    (9, 0): Costs(metadata=29, saved=((256, 16), (512, 35), (1024, 78)), listed=1024),
-}
-"""By compute capability."""
-ASSUMED = MEASURED[9, 0]
-"""For generations that were not measured."""
+METADATA = 29.0
+"""Microseconds of offsets and block lists of a batch, once."""
+SAVED = ((256, 16.0), (512, 35.0), (1024, 78.0))
+"""(tokens in a row, microseconds that a layer saves from there on), ascending. Rows shorter than the first were not
+measured and count as saving nothing."""
+LISTED = 1024
+"""Queries from which on block lists of a mask's own values pay in a model of many layers, which share them: each may be
+in a graph of its own, and memoize_metadata shares lists of masks of 1 MiB and more. Measured with ``python -m
+benchmarks.mask_kinds``, ten kinds of masks, in microseconds: at 1024 lists take 75 to 120, and eight kinds save them
+after 1 to 14 layers, while the densest two lose 20 a layer; at 2048 they take 82 to 170, and all ten save them after 1
+or 2 layers."""
 
 
 def pays(capability: Capability | None, length: int | None, layers: int) -> bool:
@@ -48,9 +31,8 @@ def pays(capability: Capability | None, length: int | None, layers: int) -> bool
     """
     if capability is None or length is None:
         return True
-    costs = MEASURED.get(capability, ASSUMED)
-    saved = max((each for least, each in costs.saved if length >= least), default=0.0)
-    return saved * layers > costs.metadata
+    saved = max((each for least, each in SAVED if length >= least), default=0.0)
+    return saved * layers > METADATA
 
 
 def lists_pay(capability: Capability | None, queries: int | None) -> bool:
@@ -59,7 +41,7 @@ def lists_pay(capability: Capability | None, queries: int | None) -> bool:
     Args:
         capability, queries: as of :func:`pays`.
     """
-    return capability is None or queries is None or queries >= MEASURED.get(capability, ASSUMED).listed
+    return capability is None or queries is None or queries >= LISTED
 
 
 def gradient_pays(capability: Capability | None, *, is_written_out: bool) -> bool:

@@ -22,8 +22,7 @@ from typing import Any
 
 import torch
 
-from glue_compiler import compat
-from glue_compiler.compat import runtime
+from glue_compiler.compat import runtime, symbols
 from glue_compiler.ops.host_memory import holds_same
 
 MAX_BATCHES = 4
@@ -54,7 +53,7 @@ def key_of(values: Sequence[Any]) -> tuple[Any, ...] | None:
         if type(value) is int:
             key.append(value)
             continue
-        if type(value) not in _PLAIN or compat.is_functorch_wrapped(value):
+        if type(value) not in _PLAIN or symbols.is_functorch_wrapped(value):
             return None
         storage = value.untyped_storage()
         if not value.is_cpu and (value.is_inference() or value.is_neg() or not storage.resizable()):

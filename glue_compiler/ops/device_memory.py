@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -9,11 +10,20 @@ import torch
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes. ``free``: that no process holds; ``unused``: that this process holds, and no tensor lies in."""
+    """Bytes. ``total`` and ``free`` of what this process may hold; ``unused``: what it holds, and no tensor lies in."""
 
     total: int
     free: int
     unused: int
+
+
+@functools.cache
+def size_of(device: torch.device) -> int | None:
+    """Bytes of a device's memory that this process may hold; None: it is not known here."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    total = torch.cuda.get_device_properties(device).total_memory
+    return int(total * torch.cuda.get_per_process_memory_fraction(device))
 
 
 def memory_of(device: torch.device) -> DeviceMemory | None:
@@ -21,5 +31,7 @@ def memory_of(device: torch.device) -> DeviceMemory | None:
     if device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(device)
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return DeviceMemory(total, free, unused)
+    reserved = torch.cuda.memory_reserved(device)
+    total = int(total * torch.cuda.get_per_process_memory_fraction(device))
+    unused = reserved - torch.cuda.memory_allocated(device)
+    return DeviceMemory(total, max(0, min(free, total - reserved)), unused)

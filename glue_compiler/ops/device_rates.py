@@ -15,7 +15,9 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from glue_compiler.compat.wrapper_tensors import out_of_modes
+from glue_compiler.ops import cards
 from glue_compiler.ops.measured_book import MeasuredBook
+from glue_compiler.ops.page_locked import locked_copy
 
 _GUESSED = (1e11, 1e10, 1e10)
 """For devices whose speed is not measured, CPUs among them: plans then depend on sizes alone."""
@@ -52,7 +54,7 @@ class Sized:
 
 @functools.cache
 def rates_of(device: torch.device) -> Rates:
-    """The rates of a CUDA device by three short measurements, a product of bf16 among them; of others, a guess."""
+    """The rates of a CUDA device by three short measurements, a product of bf16 or fp16 among them; others: a guess."""
     if device.type != "cuda":
         return Rates(*_GUESSED)
     return Rates(*_remembered("rates under load", device, lambda: astuple(_measured_rates(device))))
@@ -99,15 +101,17 @@ def _ever_allocated(device: torch.device) -> int:
 
 def _measured_rates(device: torch.device) -> Rates:
     size = 4096
-    a = torch.randn(size, size, device=device, dtype=torch.bfloat16)
+    a = torch.randn(size, size, device=device, dtype=_dtype_of_products(device))
     b, out = torch.randn_like(a), torch.empty_like(a)
     product = _seconds_under_load(lambda: torch.mm(a, b, out=out), device)
-    large = torch.empty(2**28, device=device, dtype=torch.uint8)
+    # As much as stays clear of the caches, and of what a small card has left.
+    nbytes = min(2**28, max(2**26, torch.cuda.mem_get_info(device)[0] // 16))
+    large = torch.empty(nbytes, device=device, dtype=torch.uint8)
     other = torch.empty_like(large)
     copy = _seconds_under_load(lambda: other.copy_(large), device)
-    host = torch.empty(2**26, dtype=torch.uint8, pin_memory=True)
+    host = locked_copy(torch.empty(2**26, dtype=torch.uint8))
     link = min(_seconds(lambda: large[: 2**26].copy_(host, non_blocking=True), 2) for _ in range(3))
-    return Rates(2 * size**3 / product, 2 * 2**28 / copy, 2**26 / link)
+    return Rates(2 * size**3 / product, 2 * nbytes / copy, 2**26 / link)
 
 
 def _seconds_under_load(run: Callable[[], object], device: torch.device) -> float:
@@ -116,7 +120,7 @@ def _seconds_under_load(run: Callable[[], object], device: torch.device) -> floa
 
     The least of several runs, of which two agree: other programs on the card take turns with this one.
     """
-    a, out = torch.randn(2, _LOAD_SIZE, _LOAD_SIZE, device=device, dtype=torch.bfloat16)
+    a, out = torch.randn(2, _LOAD_SIZE, _LOAD_SIZE, device=device, dtype=_dtype_of_products(device))
 
     def load() -> None:
         torch.mm(a, a, out=out)
@@ -130,6 +134,12 @@ def _seconds_under_load(run: Callable[[], object], device: torch.device) -> floa
             load()
         found = sorted([*found, _seconds(run, 1, warm=True)])
     return found[0]
+
+
+def _dtype_of_products(device: torch.device) -> torch.dtype:
+    """That the card is fast in: those before bf16 emulate it."""
+    card = cards.of_device(device)
+    return torch.bfloat16 if card is None or card.multiplies else torch.float16
 
 
 def _times(seconds: float, product: float) -> int:

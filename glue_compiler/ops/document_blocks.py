@@ -7,6 +7,8 @@ needs the mask itself: ``create_block_mask`` evaluates all T x T of it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -32,28 +34,17 @@ def visible_range(
     return first.view(batch, length), last.view(batch, length)
 
 
-def is_visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor, first: Tensor, last: Tensor) -> Tensor:
-    """The mask, in flex_attention's form; ``first`` and ``last`` of :func:`visible_range`."""
-    return (key >= first[batch, query]) & (key <= last[batch, query])
+def visibility(is_causal: bool) -> Callable[..., Tensor]:
+    """The mask, in flex_attention's form: of a place, the ``first`` and, unless causal, the ``last`` of
+    :func:`visible_range`, and, if there are keys that nobody sees, those that are ``seen``."""
 
+    def is_visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor, first: Tensor, *more: Tensor) -> Tensor:
+        # Of a causal mask the last key that a query sees is its own position, which is not read from memory.
+        last, seen = (query, more) if is_causal else (more[0][batch, query], more[1:])
+        visible = (key >= first[batch, query]) & (key <= last)
+        return visible & seen[0][batch, key] if seen else visible
 
-def is_visible_and_past(batch: Tensor, head: Tensor, query: Tensor, key: Tensor, first: Tensor) -> Tensor:
-    """:func:`is_visible` for a causal mask, where the last key that a query sees is its own position."""
-    return (key >= first[batch, query]) & (key <= query)
-
-
-def is_visible_and_seen(
-    batch: Tensor, head: Tensor, query: Tensor, key: Tensor, first: Tensor, last: Tensor, seen: Tensor
-) -> Tensor:
-    """:func:`is_visible`, without the keys that nobody sees."""
-    return (key >= first[batch, query]) & (key <= last[batch, query]) & seen[batch, key]
-
-
-def is_visible_and_past_and_seen(
-    batch: Tensor, head: Tensor, query: Tensor, key: Tensor, first: Tensor, seen: Tensor
-) -> Tensor:
-    """:func:`is_visible_and_past`, without the keys that nobody sees."""
-    return (key >= first[batch, query]) & (key <= query) & seen[batch, key]
+    return is_visible
 
 
 def block_lists(first: Tensor, last: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -119,3 +110,8 @@ def _block_ranges(first: Tensor, last: Tensor) -> tuple[Tensor, Tensor, Tensor, 
     # The kernels check the bounds of tokens in masked blocks alone, so a short block sees none in full.
     has_full = (full_begin < full_end) & (opening + BLOCK <= length)
     return begin, end, torch.where(has_full, full_begin, end), torch.where(has_full, full_end, end)
+
+
+def hidden_below(dtype: torch.dtype) -> float:
+    """A number of ``dtype`` that is added to a score and is this or less leaves a weight of zero."""
+    return max(torch.finfo(dtype).min, -1e9)

@@ -1,8 +1,9 @@
 """Rows in expert order: gather them from tokens, and combine them back into tokens.
 
 The two operators are each other's derivative, so both directions of both are the same two loops; ``expert_dot`` is the
-gradient of the weights. None of them uses atomics: through ``inverse`` every token finds its own rows and adds them in
-the order of its slots. See ``expert_sort`` for slots, rows, ``order``, ``inverse`` and ``offsets``.
+gradient of the weights, and has none of its own. None of them uses atomics: through ``inverse`` every token finds its
+own rows and adds them in the order of its slots. See ``expert_sort`` for slots, rows, ``order``, ``inverse`` and
+``offsets``.
 """
 
 from __future__ import annotations
@@ -198,24 +199,5 @@ def _combine_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return grad_rows, None, None, None, None, grad_weights, None
 
 
-def _dot_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    rows, tokens, order, inverse, offsets, ctx.top_k, _ = inputs
-    ctx.dtypes = rows.dtype, tokens.dtype
-    ctx.save_for_backward(
-        rows if ctx.needs_input_grad[1] else None, tokens if ctx.needs_input_grad[0] else None, order, inverse, offsets
-    )
-
-
-def _dot_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    rows, tokens, order, inverse, offsets = ctx.saved_tensors
-    grad_rows = grad_tokens = None
-    if ctx.needs_input_grad[0]:
-        grad_rows = expert_gather(tokens, order, inverse, offsets, ctx.top_k, grad).to(ctx.dtypes[0])
-    if ctx.needs_input_grad[1]:
-        grad_tokens = expert_combine(rows, order, inverse, offsets, ctx.top_k, grad, ctx.dtypes[1])
-    return grad_rows, grad_tokens, None, None, None, None, None
-
-
 expert_gather.register_autograd(_gather_backward, setup_context=_setup)
 expert_combine.register_autograd(_combine_backward, setup_context=_setup)
-expert_dot.register_autograd(_dot_backward, setup_context=_dot_setup)

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from glue_compiler import compat
+from glue_compiler.compat import inductor
 from glue_compiler.ops import optional_package
 
 PACKAGE = "flash-attn-4"
@@ -63,7 +63,7 @@ def _kernels_kept_on_disk() -> Iterator[None]:
 def _folder() -> str | None:
     """For the kernels; None: it cannot be made, and the package would fail on that."""
     try:
-        around = compat.inductor_cache_folder()
+        around = inductor.inductor_cache_folder()
         if around is None:
             return None
         folder = os.path.join(around, "flash_attn4")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from glue_compiler.ops import grouped_mm, quack_products
 from glue_compiler.ops.autocast import run_in_autocast_dtype
-from glue_compiler.ops.grouped_rows import grouped_sum
+from glue_compiler.ops.grouped_rows import check_rows, grouped_sum
 from glue_compiler.ops.kernel_support import runs_triton
 from glue_compiler.ops.opaque import opaque
 
@@ -51,7 +51,7 @@ def grouped_linear(
         out = quack_products.linear(x, weight, offsets, bias, transposed)
         if out is not None:
             return out
-    if runs_triton(x):
+    if runs_triton(x, multiplies=True):
         from glue_compiler.ops import grouped_product_triton
 
         return grouped_product_triton.linear(x, weight, offsets, bias, transposed)
@@ -75,7 +75,7 @@ def grouped_outer(left: Tensor, right: Tensor, offsets: Tensor, packages: bool =
 
     Returns:
         ``[E, M, N]`` in the dtype of ``left``, summed in fp32 (fp64 for fp64); zeros for a group without rows. Rows
-        from ``offsets[-1]`` on are not read.
+        from ``offsets[-1]`` on are not read. It has no gradients of its own.
 
     Raises:
         ValueError: dimensions, sizes or dtypes that do not fit together.
@@ -87,7 +87,7 @@ def grouped_outer(left: Tensor, right: Tensor, offsets: Tensor, packages: bool =
             return product
     if grouped_mm.serves(left, right):
         return grouped_mm.outer(left, right, offsets)
-    if runs_triton(left):
+    if runs_triton(left, multiplies=True):
         from glue_compiler.ops import grouped_product_triton
 
         return grouped_product_triton.outer(left, right, offsets)
@@ -119,14 +119,6 @@ def reference_linear(x: Tensor, weights: Any, offsets: Tensor, biases: Any, tran
                 torch.addmm(biases[expert], x[start:end], weight, out=out[start:end])
         start = end
     return out
-
-
-def check_rows(name: str, x: Tensor, offsets: Tensor) -> None:
-    """What every grouped product asks of its rows and offsets. Raises ValueError."""
-    if x.dim() != 2 or not x.is_floating_point():
-        raise ValueError(f"{name}: expected floating [rows, width], got {x.dtype} with {x.dim()} dimensions")
-    if offsets.dim() != 1 or offsets.dtype != torch.int32:
-        raise ValueError(f"{name}: offsets must be an int32 vector, got {offsets.dtype}, {offsets.dim()} dimensions")
 
 
 def _check_linear(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, transposed: bool) -> None:
@@ -182,20 +174,5 @@ def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return grad_x, grad_weight, None, grad_bias, None, None
 
 
-def _outer_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    left, right, offsets, ctx.packages = inputs
-    needs_left, needs_right = ctx.needs_input_grad[:2]
-    ctx.save_for_backward(left if needs_right else None, right if needs_left else None, offsets)
-
-
-def _outer_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    left, right, offsets = ctx.saved_tensors
-    needs_left, needs_right = ctx.needs_input_grad[:2]
-    grad_left = grouped_linear(right, grad, offsets, None, False, ctx.packages) if needs_left else None
-    grad_right = grouped_linear(left, grad, offsets, None, True, ctx.packages) if needs_right else None
-    return grad_left, grad_right, None, None
-
-
 grouped_linear.register_autograd(_linear_backward, setup_context=_linear_setup)
-grouped_outer.register_autograd(_outer_backward, setup_context=_outer_setup)
 run_in_autocast_dtype(grouped_linear)

@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from glue_compiler.ops.autocast import run_in_autocast_dtype
-from glue_compiler.ops.grouped_linear import check_rows, grouped_outer, reference_linear
-from glue_compiler.ops.grouped_rows import grouped_sum
+from glue_compiler.ops.grouped_linear import grouped_outer, reference_linear
+from glue_compiler.ops.grouped_rows import check_rows, grouped_sum
 from glue_compiler.ops.kernel_support import runs_triton
 from glue_compiler.ops.opaque import opaque
 
@@ -39,7 +39,7 @@ def grouped_linear_list(
         ValueError: no weights, or shapes, sizes or dtypes that do not fit together.
     """
     _check(x, weights, offsets, biases, transposed)
-    if runs_triton(x):
+    if runs_triton(x, multiplies=True):
         from glue_compiler.ops import grouped_product_triton
 
         return grouped_product_triton.linear_list(x, weights, offsets, biases, transposed)

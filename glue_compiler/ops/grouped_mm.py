@@ -6,20 +6,13 @@ On one H200 with torch 2.11 torch's kernel is up to 14% faster than ours for ``g
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
+from glue_compiler.ops import cards
 from glue_compiler.ops.kernel_support import with_dense_rows
 
 _ALIGNMENT = 16  # bytes, for addresses and row strides: what the tensor memory accelerator reads
-_CAPABILITY = (9, 0)  # CUTLASS kernels of sm_90; elsewhere torch may run a loop with a host sync
-
-
-@functools.cache
-def _device_has_kernel(index: int) -> bool:
-    return torch.version.hip is None and torch.cuda.get_device_capability(index) == _CAPABILITY
 
 
 def _is_aligned(matrix: Tensor) -> bool:
@@ -38,7 +31,7 @@ def serves(left: Tensor, right: Tensor) -> bool:
     return (
         left.is_cuda
         and left.dtype == torch.bfloat16
-        and _device_has_kernel(left.device.index)
+        and cards.has_wgmma(left.device)  # elsewhere torch may run a loop with a host sync
         # torch pads the rows of other results, so their strides are not those of a fresh tensor.
         and right.shape[1] * right.element_size() % _ALIGNMENT == 0
         and _is_aligned(with_dense_rows(left))

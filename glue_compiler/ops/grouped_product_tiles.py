@@ -8,10 +8,11 @@ the next process, which changes the order of sums. The choices for bf16 were mea
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import torch
 from torch import Tensor
+
+from glue_compiler.ops import cards
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,14 +34,9 @@ class Tiles:
     descriptors: bool = False
 
 
-@functools.cache
-def _has_tensor_memory_accelerator(index: int) -> bool:
-    # Hopper and data-centre Blackwell, which also have the shared memory for two programs of three stages.
-    return torch.version.hip is None and torch.cuda.get_device_capability(index)[0] in (9, 10)
-
-
 def _is_large(tensor: Tensor) -> bool:
-    return tensor.is_cuda and _has_tensor_memory_accelerator(tensor.device.index)
+    card = cards.of_device(tensor.device)
+    return card is not None and card.copies_tiles
 
 
 _LARGE_WEIGHT = 12_000_000

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from glue_compiler.ops import descriptors
+from glue_compiler.ops import descriptors_triton as descriptors
 from glue_compiler.ops.address_table import address_table
 from glue_compiler.ops.grouped_product_tiles import Tiles, linear_tiles, outer_tiles
 from glue_compiler.ops.grouped_tile_walk import find_tile, place_in_band, read_groups
@@ -176,9 +176,8 @@ def linear(
 
 
 def linear_list(
-    x: Tensor, weights: Sequence[Tensor], offsets: Tensor, biases: Sequence[Tensor], transposed: bool,
-    tiles: Tiles | None = None,
-) -> Tensor:  # fmt: skip
+    x: Tensor, weights: Sequence[Tensor], offsets: Tensor, biases: Sequence[Tensor], transposed: bool
+) -> Tensor:
     """``grouped_linear_list`` on the GPU; weights not aligned to 16 bytes or not strided like the first are copied."""
     strides = weights[0].stride() if 1 in weights[0].stride() else weights[0].contiguous().stride()
     weights = [
@@ -190,13 +189,13 @@ def linear_list(
     return _launch_linear(
         with_dense_rows(x), address_table(weights), offsets, address_table(biases) if biases else None, table=True,
         size=(weights[0].shape[wide_dim], weights[0].shape[deep_dim]),
-        strides=(0, strides[deep_dim], strides[wide_dim]), tiles=tiles,
+        strides=(0, strides[deep_dim], strides[wide_dim]),
     )  # fmt: skip
 
 
 def _launch_linear(
     x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, *,
-    table: bool, size: tuple[int, int], strides: tuple[int, int, int], tiles: Tiles | None,
+    table: bool, size: tuple[int, int], strides: tuple[int, int, int], tiles: Tiles | None = None,
 ) -> Tensor:  # fmt: skip
     rows, (wide, deep), experts = x.shape[0], size, offsets.shape[0]
     out = torch.empty((rows, wide), dtype=x.dtype, device=x.device)

@@ -25,7 +25,7 @@ def grouped_sum(rows: Tensor, offsets: Tensor) -> Tensor:
     Raises:
         ValueError: ``rows`` not floating ``[rows, width]``, or ``offsets`` not an int32 vector.
     """
-    _check("grouped_sum", rows, offsets)
+    check_rows("grouped_sum", rows, offsets)
     if runs_triton(rows):
         from glue_compiler.ops import grouped_rows_triton
 
@@ -41,7 +41,7 @@ def grouped_sum(rows: Tensor, offsets: Tensor) -> Tensor:
 
 @grouped_sum.register_fake
 def _(rows, offsets):  # type: ignore[no-untyped-def]
-    _check("grouped_sum", rows, offsets)
+    check_rows("grouped_sum", rows, offsets)
     return rows.new_empty(offsets.shape[0], rows.shape[1])
 
 
@@ -78,7 +78,8 @@ def _(values, offsets, rows):  # type: ignore[no-untyped-def]
     return values.new_empty(rows, values.shape[1])
 
 
-def _check(name: str, rows: Tensor, offsets: Tensor) -> None:
+def check_rows(name: str, rows: Tensor, offsets: Tensor) -> None:
+    """What every operator over rows in expert order asks of its rows and offsets. Raises ValueError."""
     if rows.dim() != 2 or not rows.is_floating_point():
         raise ValueError(f"{name}: expected floating [rows, width], got {rows.dtype} with {rows.dim()} dimensions")
     if offsets.dim() != 1 or offsets.dtype != torch.int32:
@@ -86,19 +87,9 @@ def _check(name: str, rows: Tensor, offsets: Tensor) -> None:
 
 
 def _check_values(values: Tensor, offsets: Tensor) -> None:
-    _check("grouped_repeat", values, offsets)
+    check_rows("grouped_repeat", values, offsets)
     if offsets.shape[0] != values.shape[0]:
         raise ValueError(f"grouped_repeat: {offsets.shape[0]} offsets for {values.shape[0]} experts")
-
-
-def _sum_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    rows, offsets = inputs
-    ctx.rows = rows.shape[0]
-    ctx.save_for_backward(offsets)
-
-
-def _sum_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
-    return grouped_repeat(grad, ctx.saved_tensors[0], ctx.rows), None
 
 
 def _repeat_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -109,5 +100,4 @@ def _repeat_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]
     return grouped_sum(grad, ctx.saved_tensors[0]), None, None
 
 
-grouped_sum.register_autograd(_sum_backward, setup_context=_sum_setup)
 grouped_repeat.register_autograd(_repeat_backward, setup_context=_repeat_setup)

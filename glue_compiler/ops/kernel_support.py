@@ -8,21 +8,25 @@ import importlib.util
 import torch
 from torch import Tensor
 
+from glue_compiler.ops import cards
+
 
 @functools.cache
 def _triton_is_installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-@functools.cache
-def _device_runs_triton(index: int) -> bool:
-    # bf16 matrix instructions start with compute capability 8.0; ROCm reports its own numbers, all above it.
-    return torch.cuda.get_device_capability(index) >= (8, 0)
+def runs_triton(tensor: Tensor, *, multiplies: bool = False) -> bool:
+    """True when Triton is installed and ``tensor`` lives on a GPU that it compiles for.
 
-
-def runs_triton(tensor: Tensor) -> bool:
-    """True when Triton is installed and ``tensor`` lives on a GPU that it compiles for."""
-    return tensor.is_cuda and _triton_is_installed() and _device_runs_triton(tensor.device.index)
+    ``multiplies``: for a kernel with products of matrices.
+    """
+    if not (tensor.is_cuda and _triton_is_installed()):
+        return False
+    card = cards.of_device(tensor.device)
+    if card is None or card.multiplies:
+        return True
+    return card.capability >= cards.CARDS[0].capability and not multiplies and tensor.dtype != torch.bfloat16
 
 
 @functools.cache

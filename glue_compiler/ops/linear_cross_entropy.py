@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from glue_compiler.ops.counted_rows import counted_rows
 from glue_compiler.ops.linear_logits import LinearLogits, OperandGradients, accumulator_dtype, logits_dtype
 from glue_compiler.ops.opaque import opaque
 from glue_compiler.ops.row_losses import CrossEntropy, Scores
@@ -50,7 +51,8 @@ def linear_cross_entropy(
     Gradients of rows, weights and bias: backward multiplies those from forward. What forward was not told to make, and
     all of it with float16, is computed in backward from the logits anew. Differentiable once.
 
-    No host synchronisation on CUDA. Two runs give equal bits.
+    On a CPU an ignored row costs no product, unless predictions are wanted: of its logits alone. No host
+    synchronisation on CUDA. Two runs give equal bits.
 
     Raises:
         ValueError: dimensions, sizes or dtypes that do not fit together, another reduction, a class weight that
@@ -129,20 +131,24 @@ class _Problem:
         upstream: Tensor | None,
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         with torch.autocast(self._target.device.type, enabled=False):
-            logits = LinearLogits(*self._operands, needs_grad)
-            work = accumulator_dtype(logits.dtype, dtype)
+            rows, weights, bias = self._operands
             target, ignored = self._target, self._target == self._ignore_index
-            check_targets(target, ignored, logits.width)
+            check_targets(target, ignored, weights[0].shape[0])
+            others = [bias, self._class_weight if self._smoothing else None]
+            counted = counted_rows(rows, weights, others, ignored, scale, wants_predictions)
+            logits = LinearLogits(rows, weights, bias, needs_grad, counted)
+            work = accumulator_dtype(logits.dtype, dtype)
+            target, ignored = counted.take(target.masked_fill(ignored, -1)), counted.take(ignored)
             row_weight = (~ignored).to(work)
             class_weight = None if self._class_weight is None else self._class_weight.to(work)
             if class_weight is not None:
-                row_weight = class_weight[target.masked_fill(ignored, 0)].masked_fill(ignored, 0)
+                row_weight = class_weight[target.clamp(min=0)].masked_fill(ignored, 0)
             divisor = row_weight.sum() if self._is_mean else row_weight.new_ones(())
             factor = divisor.reciprocal() if upstream is None else upstream.to(work) / divisor
             spread = None
             if self._smoothing:
                 spread = (~ignored).to(work) * (self._smoothing / logits.width)
-            rows = CrossEntropy(
+            losses_of = CrossEntropy(
                 Scores(scale, softcap),
                 target,
                 row_weight * (1 - self._smoothing),
@@ -155,9 +161,16 @@ class _Problem:
             gradients = OperandGradients(logits, needs_grad)
             for chunk in logits.chunks:
                 # No name holds the logits, which are to be freed before the gradients are rounded.
-                gradients.add(chunk, rows.run(logits.of(chunk), chunk, losses, predictions, any(needs_grad)))
-            loss = (losses.sum() / divisor).to(dtype)
-            return loss, target.new_empty(0) if predictions is None else predictions, gradients.results()
+                gradients.add(chunk, losses_of.run(logits.of(chunk), chunk, losses, predictions, any(needs_grad)))
+            for chunk in logits.others:
+                losses_of.run(logits.of(chunk), chunk, losses, predictions, False)
+            loss = losses.sum() / divisor
+            if spread is not None and class_weight is not None:
+                # Eager divides both parts of a smoothed loss: of targets whose weights are all zero one is 0 / 0.
+                loss = loss * (divisor / divisor)
+            loss = loss.to(dtype)
+            found = target.new_empty(0) if predictions is None else counted.put(predictions)
+            return loss, found, gradients.results()
 
 
 def check_targets(target: Tensor, ignored: Tensor, width: int) -> None:
@@ -251,10 +264,13 @@ def _backward(ctx: Any, upstream: Tensor | None, *_: Any) -> tuple[Any, ...]:
             )
             made = ctx.needed
         else:
-            # A factor with a dimension takes part in promotion: it is not rounded to the gradient's dtype.
-            factor = upstream.reshape(1)
             # A mean over no targets at all, taken outside, has an infinite gradient: of ignored rows it stays 0.
-            found = [torch.where(g == 0, g, (g * factor).to(g.dtype)) for g in rest[3:]]
+            # Factors with a dimension take part in promotion: they are not rounded to the gradient's dtype.
+            ignored = (rest[1] == ctx.settings[1])[:, None]
+            of_rows = torch.where(ignored, 1, upstream)
+            of_sums = torch.where(ignored.all(0), 1, upstream)
+            factors = [*[of_rows] * sum(ctx.made[:count]), *[of_sums] * sum(ctx.made[count:])]
+            found = [(g * factor).to(g.dtype) for g, factor in zip(rest[3:], factors, strict=True)]
             made = ctx.made
         for place, gradient in zip((place for place, is_made in enumerate(made) if is_made), found, strict=True):
             results[place] = gradient if ctx.needed[place] else None

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from glue_compiler.ops.counted_rows import CountedRows
 from glue_compiler.ops.loss_chunks import row_chunks
 
 # In elements: on a GPU rows of logits start at whole cache lines, as products and kernels are fast with. Not on a CPU,
@@ -25,19 +26,29 @@ class LinearLogits:
 
     Args:
         needs_grad: for rows, weights and bias, in that order, whether :class:`OperandGradients` makes their gradient.
+        counted: which rows are computed; None: all. ``chunks`` cut those that count, ``others`` those behind them.
     """
 
     def __init__(
-        self, rows: Sequence[Tensor], weights: Sequence[Tensor], bias: Tensor | None, needs_grad: Sequence[bool] = ()
+        self,
+        rows: Sequence[Tensor],
+        weights: Sequence[Tensor],
+        bias: Tensor | None,
+        needs_grad: Sequence[bool] = (),
+        counted: CountedRows | None = None,
     ) -> None:
-        self.rows, self.weights, self.bias = rows, weights, bias
-        self.height, self.width = rows[0].shape[0], weights[0].shape[0]
+        self.counted = counted or CountedRows(rows[0].shape[0], rows[0].shape[0])
+        self.rows, self.weights, self.bias = [self.counted.take(each) for each in rows], weights, bias
+        self.height, self.width = self.rows[0].shape[0], weights[0].shape[0]
         self.dtype = logits_dtype(rows, bias)
         alignment = _ALIGNMENT.get(rows[0].device.type, 1)
         stride = -(-self.width // alignment) * alignment
         sums = _bytes_of_sums(weights, needs_grad[len(rows) :])
-        self.chunks = row_chunks(self.height, stride * self.dtype.itemsize, rows[0].device, sums)
-        size = self.chunks[0].stop if self.chunks else 0, stride
+        count, row_bytes = self.counted.count, stride * self.dtype.itemsize
+        self.chunks = row_chunks(count, row_bytes, rows[0].device, sums)
+        behind = row_chunks(self.height - count, row_bytes, rows[0].device)
+        self.others = [slice(count + each.start, count + each.stop) for each in behind]
+        size = max((each.stop - each.start for each in (*self.chunks, *self.others)), default=0), stride
         self._buffer = torch.empty(size, dtype=self.dtype, device=rows[0].device)
 
     def of(self, chunk: slice) -> Tensor:
@@ -75,7 +86,9 @@ class OperandGradients:
         self._operands = [*logits.rows, *logits.weights, logits.bias]
         # A chunk writes its part of a gradient of rows; the others are sums, None before the first chunk.
         self._of_rows = {
-            place: rows.new_empty(rows.shape) for place, rows in enumerate(logits.rows) if needs_grad[place]
+            place: rows.new_empty(logits.counted.count, rows.shape[1])
+            for place, rows in enumerate(logits.rows)
+            if needs_grad[place]
         }
         self._sums: dict[int, Tensor] = {}
 
@@ -109,7 +122,7 @@ class OperandGradients:
         operand = self._operands[place]
         assert operand is not None
         if place in self._of_rows:
-            return self._of_rows[place]
+            return self._logits.counted.put(self._of_rows[place])
         return self._sums.pop(place).to(operand.dtype) if place in self._sums else operand.new_zeros(operand.shape)
 
 

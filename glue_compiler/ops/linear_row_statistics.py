@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from glue_compiler.ops.counted_rows import CountedRows, counted_rows
 from glue_compiler.ops.linear_cross_entropy import check_operands, check_targets, empty_gradients
 from glue_compiler.ops.linear_logits import LinearLogits, OperandGradients, accumulator_dtype, logits_dtype
 from glue_compiler.ops.opaque import opaque
@@ -26,6 +27,7 @@ def linear_row_statistics(
     softcap: float,
     dtype: torch.dtype,
     wants: Sequence[bool],
+    skips_ignored: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """What a loss may be put together from, by row of ``z = scale * (sum_k rows[k] @ weights[k].T + bias)``.
 
@@ -34,6 +36,8 @@ def linear_row_statistics(
         target: int64 ``[N]``, wanted for the target's logit. A negative one is ignored.
         dtype: float64 asks for statistics in float64; see below.
         wants: which of the five results are wanted, in their order.
+        skips_ignored: whether nobody reads results of a row with a negative target. On a CPU they are not computed,
+            and 0, unless its logits may not be finite.
 
     Returns:
         ``logsumexp``, ``target_logit`` (``z[target]``, 0 for a negative target), ``sum`` over the classes, ``entropy``
@@ -51,18 +55,20 @@ def linear_row_statistics(
     """
     _check(rows, weights, bias, target, wants)
     with torch.autocast(rows[0].device.type, enabled=False):
-        logits = LinearLogits(rows, weights, bias)
         if target is not None:
-            check_targets(target, target < 0, logits.width)
-        results = _empty(rows, bias, dtype, wants)
-        statistics = RowStatistics(Scores(scale, softcap), target, *results)
+            check_targets(target, target < 0, weights[0].shape[0])
+        counted = _counted(rows, weights, bias, target, scale, skips_ignored)
+        logits = LinearLogits(rows, weights, bias, counted=counted)
+        results = _empty(logits.rows, bias, dtype, wants)
+        statistics = RowStatistics(Scores(scale, softcap), _taken(counted, target), *results)
         for chunk in logits.chunks:
             statistics.read(logits.of(chunk), chunk, results[0].dtype)
-    return results
+    found: Any = tuple(counted.put(each) if wanted else each for each, wanted in zip(results, wants, strict=True))
+    return found
 
 
 @linear_row_statistics.register_fake
-def _(rows, weights, bias, target, scale, softcap, dtype, wants):  # type: ignore[no-untyped-def]
+def _(rows, weights, bias, target, scale, softcap, dtype, wants, skips_ignored):  # type: ignore[no-untyped-def]
     _check(rows, weights, bias, target, wants)
     return _empty(rows, bias, dtype, wants)
 
@@ -79,6 +85,7 @@ def linear_row_statistics_gradients(
     target: Tensor | None,
     scale: float,
     softcap: float,
+    skips_ignored: bool,
     needs_grad: Sequence[bool],
 ) -> list[Tensor]:
     """Gradients of ``linear_row_statistics``.
@@ -92,11 +99,16 @@ def linear_row_statistics_gradients(
         The gradients that are needed, in order, each of its operand's shape and dtype.
     """
     found = iter(upstream)
-    upstreams = [next(found) if wanted else None for wanted in upstream_wants]
     with torch.autocast(rows[0].device.type, enabled=False):
-        logits = LinearLogits(rows, weights, bias, needs_grad)
+        counted = _counted(rows, weights, bias, target, scale, skips_ignored)
+        upstreams = [counted.take(next(found)) if wanted else None for wanted in upstream_wants]
+        logits = LinearLogits(rows, weights, bias, needs_grad, counted)
         gradients = OperandGradients(logits, needs_grad)
-        statistics = RowStatistics(Scores(scale, softcap), target, logsumexp=logsumexp, entropy=entropy)
+        known = {
+            name: counted.take(each) if each.numel() else each
+            for name, each in (("logsumexp", logsumexp), ("entropy", entropy))
+        }
+        statistics = RowStatistics(Scores(scale, softcap), _taken(counted, target), **known)
         for chunk in logits.chunks:
             # No name holds the logits, which are to be freed before the gradients are rounded.
             gradients.add(chunk, statistics.write_gradient(logits.of(chunk), chunk, *upstreams))
@@ -104,11 +116,21 @@ def linear_row_statistics_gradients(
 
 
 @linear_row_statistics_gradients.register_fake
-def _(upstream, upstream_wants, logsumexp, entropy, rows, weights, bias, target, scale, softcap, needs_grad):  # type: ignore[no-untyped-def]
-    return empty_gradients(rows, weights, bias, needs_grad)
+def _(upstream, upstream_wants, logsumexp, entropy, rows, weights, bias, *others):  # type: ignore[no-untyped-def]
+    return empty_gradients(rows, weights, bias, others[-1])
 
 
-def _empty(rows: list[Tensor], bias: Tensor | None, dtype: torch.dtype, wants: Sequence[bool]) -> Any:
+def _counted(
+    rows: list[Tensor], weights: list[Tensor], bias: Tensor | None, target: Tensor | None, scale: float, skips: bool
+) -> CountedRows:
+    return counted_rows(rows, weights, [bias], target < 0 if skips and target is not None else None, scale)
+
+
+def _taken(counted: CountedRows, rows: Tensor | None) -> Tensor | None:
+    return None if rows is None else counted.take(rows)
+
+
+def _empty(rows: Sequence[Tensor], bias: Tensor | None, dtype: torch.dtype, wants: Sequence[bool]) -> Any:
     work = accumulator_dtype(logits_dtype(rows, bias), dtype)
     dtypes = (work, work, work, work, torch.int64)
     count = rows[0].shape[0]
@@ -128,7 +150,8 @@ def _check(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    rows, weights, bias, target, ctx.scale, ctx.softcap, _, ctx.wants = inputs
+    rows, weights, bias, target, *ctx.settings, _, ctx.wants, skips_ignored = inputs
+    ctx.settings.append(skips_ignored)
     logsumexp, _, _, entropy, argmax = output
     ctx.set_materialize_grads(False)
     unwanted = (each for each, wanted in zip(output[:4], ctx.wants, strict=False) if not wanted)
@@ -153,13 +176,12 @@ def _backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
             operands[:count],
             operands[count : 2 * count],
             *operands[2 * count :],
-            ctx.scale,
-            ctx.softcap,
+            *ctx.settings,
             ctx.needed,
         )
         for place, gradient in zip((place for place, needed in enumerate(ctx.needed) if needed), found, strict=True):
             results[place] = gradient
-    return results[:count], results[count : 2 * count], results[-1], None, None, None, None, None
+    return results[:count], results[count : 2 * count], results[-1], *[None] * 6
 
 
 linear_row_statistics.register_autograd(_backward, setup_context=_setup)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from glue_compiler.ops.device_memory import size_of
+
 
 @dataclass(frozen=True)
 class ChunkLimits:
@@ -18,6 +20,8 @@ class ChunkLimits:
 
 # On a GPU each chunk reads and writes the sum of the weight's gradient once more, and products of few rows leave
 # multiprocessors without work; a CPU is busy with few rows.
+_SHARE = 40
+"""Of a device's memory a chunk is this part at most: 200 MiB of 8 GiB, and all of the target from 20 GiB on."""
 LIMITS = {"cuda": ChunkLimits(512 * 2**20, 1024, 512), "cpu": ChunkLimits(64 * 2**20, 64, 16)}
 
 
@@ -32,7 +36,10 @@ def row_chunks(rows: int, row_bytes: int, device: torch.device, sums: int = 0) -
     if rows * row_bytes <= sums:
         return [slice(0, rows)]
     limits = LIMITS.get(device.type, LIMITS["cpu"])
-    fitting = limits.target_bytes // row_bytes
+    target, memory = limits.target_bytes, size_of(device)
+    if memory is not None:
+        target = min(target, memory // _SHARE)
+    fitting = target // row_bytes
     most = max(fitting, min(limits.least_rows, 2 * fitting), 1)
     even = -(-rows // -(-rows // most))
     size = -(-even // limits.multiple) * limits.multiple

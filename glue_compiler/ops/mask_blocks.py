@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from glue_compiler.compat.symbols import size_when_traced
-from glue_compiler.ops.document_blocks import BLOCK, listed
+from glue_compiler.ops.device_memory import size_of
+from glue_compiler.ops.document_blocks import BLOCK, hidden_below, listed
 from glue_compiler.ops.kernel_support import runs_triton
 from glue_compiler.ops.opaque import opaque
 
@@ -27,13 +29,9 @@ _HIDING_AND_SHOWING: dict[str, tuple[bool | float, bool | float]] = {
 }
 _LEAST = 512
 """Queries, from which on copies of operands of an attention are small beside what they save."""
-_MOST = 2**15
-"""Queries, up to which a second mask takes no more than 1 GiB for each byte of its dtype."""
-
-
-def hidden_below(dtype: torch.dtype) -> float:
-    """A number of ``dtype`` that is added to a score and is this or less leaves a weight of zero."""
-    return max(torch.finfo(dtype).min, -1e9)
+_MOST = 2**30
+"""Numbers of a second mask, at most, and of a card's memory the part of its bytes that each may take: 1 GiB of 80."""
+_SHARE = 80
 
 
 @opaque("mask_blocks")
@@ -115,7 +113,9 @@ def whole_blocks_pay(queries: int | torch.SymInt, keys: int | torch.SymInt, devi
     Triton reads the elements of a mask one by one: ten times the time, of all masks that add numbers.
     """
     known = [size_when_traced(size) for size in (queries, keys)]
-    is_long = all(size is not None and _LEAST <= size <= _MOST for size in known)
+    memory = size_of(device)
+    most = _MOST if memory is None else min(_MOST, memory // _SHARE)
+    is_long = all(size is not None and _LEAST <= size <= math.isqrt(most) for size in known)
     is_whole = all(isinstance(size, int) and size % BLOCK == 0 for size in (queries, keys))
     return device.type == "cuda" and known[0] == known[1] and is_long and not is_whole
 

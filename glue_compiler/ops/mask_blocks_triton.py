@@ -7,9 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from glue_compiler.ops.document_blocks import BLOCK
+from glue_compiler.ops.document_blocks import BLOCK, hidden_below
 from glue_compiler.ops.kernel_support import next_power_of_two
-from glue_compiler.ops.mask_blocks import hidden_below
 
 _CHUNK = 16
 """Blocks of keys whose parts of a query are read at once."""

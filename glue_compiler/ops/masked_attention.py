@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from glue_compiler.compat import attention
+from glue_compiler.ops import flex_tiles
 from glue_compiler.ops.autocast import in_autocast_dtype
 from glue_compiler.ops.composite import composite
 from glue_compiler.ops.dense_attention import dense_attention
@@ -138,8 +139,11 @@ def masked_attention(
         if _is_dense(query, sinks, of_score):
             out, logsumexp = dense_attention(q, k, v, is_seen, of_mask, scale, score or _unchanged, of_score)
         else:
+            options = flex_tiles.of_call(
+                q, sum(each.element_size() for each in (mask, bias, factors) if each is not None)
+            )
             out, logsumexp = attention.flex_attention(
-                q, k, v, tuple(blocks), BLOCK, is_seen, of_mask, scale, score, of_score, _bytes_of(mask, bias, factors)
+                q, k, v, tuple(blocks), BLOCK, is_seen, of_mask, scale, score, of_score, options
             )
         if in_whole_blocks:
             out, logsumexp = (each.narrow(2, 0, queries) for each in (out, logsumexp))
@@ -166,12 +170,6 @@ def _to_whole_blocks(operand: Tensor) -> Tensor:
 def _is_dense(query: Tensor, sinks: Tensor | None, of_score: tuple[Tensor, ...]) -> bool:
     """Off a GPU flex_attention has no gradients of numbers, and in fp64 those of its logsumexp are of fp32."""
     return not query.is_cuda and (_has_gradient(*of_score) or (sinks is not None and _has_gradient(query, sinks)))
-
-
-def _bytes_of(mask: Tensor, bias: Tensor | None, factors: Tensor | None) -> int:
-    """Bytes that are read for each score to change it."""
-    numbers = mask if mask.is_floating_point() else bias
-    return sum(each.element_size() for each in (numbers, factors) if each is not None)
 
 
 def _unchanged(score: Tensor, *given: Tensor) -> Tensor:

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from glue_compiler.compat import attention
+from glue_compiler.ops import flex_tiles
 from glue_compiler.ops.attention_choice import prefers_cudnn
 from glue_compiler.ops.autocast import in_autocast_dtype
 from glue_compiler.ops.composite import composite
@@ -28,10 +28,7 @@ from glue_compiler.ops.document_blocks import (
     BLOCK,
     block_lists,
     block_lists_of_seen,
-    is_visible,
-    is_visible_and_past,
-    is_visible_and_past_and_seen,
-    is_visible_and_seen,
+    visibility,
     visible_range,
 )
 from glue_compiler.ops.opaque import opaque
@@ -202,14 +199,13 @@ def packed_attention(
         first, last, *rest = blocks
         lists, seen = tuple(rest[:8]), tuple(rest[8:])
         ends = (first,) if is_causal else (first, last)
-        mask: Callable[..., Tensor] = is_visible_and_past if is_causal else is_visible
-        if seen:
-            mask = is_visible_and_past_and_seen if is_causal else is_visible_and_seen
         # Off a GPU torch rounds the scores to the operands' dtype, which its kernel on one does not.
         dtype = query.dtype if query.is_cuda else torch.promote_types(query.dtype, torch.float32)
         with torch.autocast(query.device.type, enabled=False):
             q, k, v = query.to(dtype), key.to(dtype), value.to(dtype)
-            out, logsumexp = attention.flex_attention(q, k, v, lists, BLOCK, mask, (*ends, *seen), scale)
+            out, logsumexp = attention.flex_attention(
+                q, k, v, lists, BLOCK, visibility(is_causal), (*ends, *seen), scale, options=flex_tiles.of_call(q, 0)
+            )
             if sinks is not None:
                 out = beside_sinks(out, logsumexp, sinks_of_queries(sinks).to(logsumexp.dtype))
             return out.to(query.dtype)

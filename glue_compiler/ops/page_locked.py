@@ -11,6 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from glue_compiler.byte_sizes import with_unit
+
 _PORTABLE = 1  # cudaHostRegisterPortable: locked for all devices
 
 
@@ -29,6 +31,14 @@ def page_locked(nbytes: int) -> Tensor:
     return memory
 
 
+def locked_copy(host: Tensor) -> Tensor:
+    """``host`` in page-locked memory of torch's, or ``host`` itself where the system refuses, as WSL may."""
+    try:
+        return host.pin_memory()
+    except RuntimeError:
+        return host
+
+
 def lock_pages(address: int, nbytes: int) -> Callable[[], object]:
     """Page-lock host memory for copies from and to every CUDA device; the result unlocks it.
 
@@ -41,7 +51,7 @@ def lock_pages(address: int, nbytes: int) -> Callable[[], object]:
         # The error waits for the next checked launch, which would not be its cause; the binding cannot clear it.
         with contextlib.suppress(RuntimeError):
             torch.ones(1, device="cuda")
-        raise RuntimeError(f"the driver cannot lock {nbytes} bytes: {runtime.cudaGetErrorString(status)}")
+        raise RuntimeError(f"the driver cannot lock {with_unit(nbytes)}: {runtime.cudaGetErrorString(status)}")
     return functools.partial(runtime.cudaHostUnregister, address)
 
 

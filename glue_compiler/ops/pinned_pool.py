@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from glue_compiler.byte_sizes import with_unit
 from glue_compiler.compat import storages
 from glue_compiler.errors import GlueWarning
 from glue_compiler.ops.page_locked import page_locked
@@ -114,7 +115,7 @@ class PinnedPool:
         if pinned:
             self._make_room(nbytes, limit)
             if limit is not None and self.pinned_bytes() + nbytes > limit:
-                self._warn(f"the limit of {limit} bytes of pinned memory is reached")
+                self._warn(f"the limit of {with_unit(limit)} of pinned memory is reached")
                 return self._block(nbytes, False, None)
         start = time.perf_counter()
         try:
@@ -122,7 +123,7 @@ class PinnedPool:
         except RuntimeError as error:
             if not pinned:
                 raise
-            self._warn(f"pinning {nbytes} bytes of host memory was refused ({str(error).splitlines()[0]})")
+            self._warn(f"pinning {with_unit(nbytes)} of host memory was refused ({str(error).splitlines()[0]})")
             return self._block(nbytes, False, None)
         if pinned:
             self.pinning_seconds += time.perf_counter() - start

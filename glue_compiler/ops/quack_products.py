@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from glue_compiler.errors import GlueWarning
-from glue_compiler.ops import optional_package
+from glue_compiler.ops import cards, optional_package
 from glue_compiler.ops.kernel_support import runs_triton, with_dense_rows
 
 PACKAGE = "quack-kernels"
@@ -31,7 +31,6 @@ _PARAMETERS = {
 a plan, in which nothing depends on sizes; ``run_gemm_plan`` launches it again. ``gemm`` alone would keep one plan for
 every number of rows."""
 
-CAPABILITY = (9, 0)
 _DTYPES = (torch.bfloat16, torch.float16)
 _ALIGNMENT = 16  # bytes, for addresses and strides: what the tensor memory accelerator reads
 _ROWS_PER_EXPERT = 128
@@ -69,13 +68,8 @@ def unusable() -> str | None:
     return optional_package.why_unusable(PACKAGE, _MODULE, _PARAMETERS)
 
 
-@functools.cache
-def _device_has_kernel(index: int) -> bool:
-    return torch.cuda.get_device_capability(index) == CAPABILITY
-
-
 def _device_serves(tensor: Tensor) -> bool:
-    return tensor.is_cuda and _device_has_kernel(tensor.device.index) and runs_triton(tensor)
+    return tensor.is_cuda and cards.has_wgmma(tensor.device) and runs_triton(tensor)
 
 
 def pays(x: Tensor, weight: Tensor) -> bool:
@@ -89,7 +83,7 @@ def pays(x: Tensor, weight: Tensor) -> bool:
     rows = x.shape[0]
     return (
         x.is_cuda
-        and _device_has_kernel(x.device.index)
+        and cards.has_wgmma(x.device)
         and x.dtype == weight.dtype
         and x.dtype in _DTYPES
         and all(isinstance(width, int) and width >= _NARROWEST for width in widths)

@@ -35,8 +35,9 @@ class Scores:
 class CrossEntropy:
     """Losses of rows: ``nll * (logsumexp - z[target]) + spread * sum(class_weight * (logsumexp - z))``.
 
-    ``nll`` and ``spread`` are by row, in the accumulators' dtype and zero in ignored rows, of which all gradients are
-    zero; ``class_weight`` is None for ones and where there is no smoothing. ``factor`` multiplies the gradients.
+    A row whose ``target`` is negative is ignored: its loss is 0, and its gradient too, or NaN where its scores are.
+    ``nll`` and ``spread`` are by row, in the accumulators' dtype; ``class_weight`` is None for ones and where there is
+    no smoothing. ``factor`` multiplies the gradients.
     """
 
     scores: Scores
@@ -62,24 +63,25 @@ class CrossEntropy:
         scores = self.scores.of(logits, nll.dtype)
         if predictions is not None:
             predictions.copy_(scores.argmax(1))
-        ignored = nll == 0 if spread is None else (nll == 0) & (spread == 0)
-        target = target.masked_fill(ignored, 0)[:, None]
+        ignored, target = target < 0, target.clamp(min=0)[:, None]
         log_probs = scores.log_softmax(1)
-        loss, shares = -nll * log_probs.gather(1, target)[:, 0], nll
+        loss, of_target = -nll * log_probs.gather(1, target)[:, 0], self.factor * nll
+        shares = of_target = of_target.masked_fill_(ignored, 0)  # also where the factor is infinite
+        of_all = None
         if spread is not None:
             of_classes, total = log_probs.sum(1), spread.new_full((), scores.shape[1])
             if self.class_weight is not None:
                 of_classes, total = log_probs @ self.class_weight, self.class_weight.sum()
-            loss, shares = loss - spread * of_classes, shares + spread * total
+            of_all = (self.factor * spread).masked_fill_(ignored, 0)
+            loss, shares = loss - spread * of_classes, of_target + of_all * total
         losses.copy_(loss.masked_fill_(ignored, 0))
         if not gradient:
             return logits
-        result = log_probs.exp_().mul_((self.factor * shares)[:, None])
-        _add_at(result, target, -self.factor * nll)
-        if spread is not None:
-            of_all = (self.factor * spread)[:, None]
-            result.sub_(of_all if self.class_weight is None else of_all * self.class_weight)
-        return logits.copy_(self.scores.gradient(result, scores).masked_fill_(ignored[:, None], 0))
+        result = log_probs.exp_().mul_(shares[:, None])
+        _add_at(result, target, -of_target)
+        if of_all is not None:
+            result.sub_(of_all[:, None] if self.class_weight is None else of_all[:, None] * self.class_weight)
+        return logits.copy_(self.scores.gradient(result, scores))
 
 
 @dataclass(frozen=True)

@@ -101,12 +101,17 @@ def _read_row(
 
 
 @triton.jit
-def _gradient(z, bend, base, share, constant, of_entropy, CONSTANT: tl.constexpr, ENTROPY: tl.constexpr):
+def _gradient(
+    z, bend, base, share, constant, of_entropy,
+    SHARES: tl.constexpr, CONSTANT: tl.constexpr, ENTROPY: tl.constexpr,
+):  # fmt: skip
     """``bend * (share * p + constant - of_entropy * p * log p)``, where ``share`` holds what ``p`` is divided by."""
-    p = tl.exp2(z * _LOG2_E - base * _LOG2_E)
-    result = p * share
-    if ENTROPY:
-        result -= tl.where(p > 0.0, of_entropy * p * (z - base), 0.0)
+    result = tl.zeros_like(z)
+    if SHARES:
+        p = tl.exp2(z * _LOG2_E - base * _LOG2_E)
+        result = p * share
+        if ENTROPY:
+            result -= tl.where(p > 0.0, of_entropy * p * (z - base), 0.0)
     if CONSTANT:
         result += constant
     return result * bend
@@ -115,15 +120,15 @@ def _gradient(z, bend, base, share, constant, of_entropy, CONSTANT: tl.constexpr
 @triton.jit
 def _write_gradient(
     row, width, stride, scale, softcap, target, of_target, base, share, constant, of_entropy,
-    SCALED: tl.constexpr, CAPPED: tl.constexpr, TARGET: tl.constexpr, CONSTANT: tl.constexpr, ENTROPY: tl.constexpr,
-    BLOCK: tl.constexpr,
+    SCALED: tl.constexpr, CAPPED: tl.constexpr, SHARES: tl.constexpr, TARGET: tl.constexpr, CONSTANT: tl.constexpr,
+    ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Writes the gradient of the row's logits over them; ``target`` names a column if it is not negative."""
     columns = tl.arange(0, BLOCK)
     if TARGET:
         logit = tl.load(row + tl.maximum(target, 0))
         score, bend_there = _scores(logit, scale, softcap, SCALED, CAPPED)
-        at_target = _gradient(score, bend_there, base, share, constant, of_entropy, CONSTANT, ENTROPY)
+        at_target = _gradient(score, bend_there, base, share, constant, of_entropy, SHARES, CONSTANT, ENTROPY)
         at_target += of_target * bend_there
         # Nobody may write over the logit before all have read it.
         tl.debug_barrier()
@@ -134,7 +139,7 @@ def _write_gradient(
         after = inside - BLOCK
         following = tl.load(row + after, mask=after >= 0, eviction_policy="evict_first")
         z, bend = _scores(x, scale, softcap, SCALED, CAPPED)
-        result = _gradient(z, bend, base, share, constant, of_entropy, CONSTANT, ENTROPY)
+        result = _gradient(z, bend, base, share, constant, of_entropy, SHARES, CONSTANT, ENTROPY)
         tl.store(row + inside, result.to(row.dtype.element_ty), mask=inside < stride, eviction_policy="evict_first")
         inside = after
         x = following
@@ -154,13 +159,12 @@ def _cross_entropy_kernel(
     row = logits + index * stride
     of_target = tl.load(nll + index)
     of_all = 0.0
-    ignored = of_target == 0.0
     if SPREAD:
         of_all = tl.load(spread + index)
-        ignored = ignored & (of_all == 0.0)
     target = tl.load(targets + index)
+    ignored = target < 0
     # A target out of bounds was reported; it is not read here.
-    target = tl.where(ignored | (target < 0) | (target >= width), 0, target).to(tl.int32)
+    target = tl.where(ignored | (target >= width), 0, target).to(tl.int32)
     if (ignored == 0) | PREDICTS:
         base, exponentials, total, _, place = _read_row(
             row, width, stride, scale, softcap, SCALED, CAPPED, SPREAD, False, PREDICTS, BLOCK
@@ -181,16 +185,21 @@ def _cross_entropy_kernel(
                 _write_gradient(
                     row, width, stride, scale, softcap, target, -upstream * of_target,
                     base, upstream * shares / exponentials, -upstream * of_all, 0.0,
-                    SCALED, CAPPED, True, SPREAD, False, BLOCK,
+                    SCALED, CAPPED, True, True, SPREAD, False, BLOCK,
                 )  # fmt: skip
     else:
         tl.store(losses + index, 0.0)
     if GRADIENT:  # noqa: SIM102
         if ignored:
+            # A few logits stand for the row, which is not read: a hidden state that is not finite is seen in them.
+            few = tl.arange(0, 32)
+            z, _ = _scores(tl.load(row + few, mask=few < width), scale, softcap, SCALED, CAPPED)
+            nothing = tl.sum(tl.where((few < width) & (z != float("-inf")), z * 0.0, 0.0), axis=0)
+            tl.debug_barrier()  # nobody may write over it before all have read it
             columns = tl.arange(0, BLOCK)
-            zeros = tl.zeros((BLOCK,), dtype=row.dtype.element_ty)
+            each = (tl.zeros((BLOCK,), dtype=tl.float32) + nothing).to(row.dtype.element_ty)
             for start in range(0, width, BLOCK):
-                tl.store(row + start + columns, zeros, mask=start + columns < stride, eviction_policy="evict_first")
+                tl.store(row + start + columns, each, mask=start + columns < stride, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -228,8 +237,7 @@ def _statistics_gradient_kernel(
 ):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
     row = logits + index * stride
-    # Without shares p is 0 everywhere.
-    base = float("inf")
+    base = 0.0
     share = 0.0
     target = 0
     of_target = 0.0
@@ -248,7 +256,7 @@ def _statistics_gradient_kernel(
         of_entropy = tl.load(of_entropies + index) * slope
     _write_gradient(
         row, width, stride, scale, softcap, target, of_target, base, share, of_sum, of_entropy,
-        SCALED, CAPPED, TARGET, SUM, ENTROPY, BLOCK,
+        SCALED, CAPPED, SHARES, TARGET, SUM, ENTROPY, BLOCK,
     )  # fmt: skip
 
 
@@ -269,7 +277,8 @@ def cross_entropy(
 
     Args:
         logits: 16-bit or float32 ``[rows, V]``, dense rows. The columns up to its stride may be written.
-        target: int64 ``[rows]``. nll, spread: float32 ``[rows]``. factor: float32, one element.
+        target: int64 ``[rows]``, negative where it is ignored. nll, spread: float32 ``[rows]``.
+        factor: float32, one element.
         losses: float32 ``[rows]``, dense, as predictions are: int64 ``[rows]`` or None.
     """
     blocks = blocks.fitting(logits.shape[1])

@@ -10,8 +10,12 @@ import torch
 from torch import Tensor
 
 from glue_compiler.compat import attention
+from glue_compiler.compat.runtime import is_capturing
 from glue_compiler.ops import flash_attn4
 from glue_compiler.ops.opaque import opaque
+
+_SMALL_QUERY = 12 << 20
+"""Numbers: between 2,048 tokens (8.4M; the host is what a step waits for) and 4,096 (16.8M) of 32 heads of size 128."""
 
 
 @opaque("varlen_attention")
@@ -37,7 +41,8 @@ def varlen_attention(
         is_causal: a query sees no later key.
         window: -1, or how far back a query sees: ``0 <= q - k < window`` if causal, else ``|q - k| < window``.
         scale: multiplies the scores.
-        implementation: on CUDA, ``"flash2"``, or ``"flash4"`` where ``flash_attn4.unusable`` has nothing to say.
+        implementation: on CUDA, ``"flash2"``, or ``"flash4"`` where ``flash_attn4.unusable`` has nothing to say; small
+            queries go to ``"flash2"`` all the same, which the host launches sooner.
 
     Returns:
         ``[tokens, Hq, D]``, and the logsumexp of the scores ``[Hq, tokens]`` in fp32 (fp64 for fp64), which has no
@@ -57,7 +62,8 @@ def varlen_attention(
     _check(query, key, value, cu_seqlens, window)
     if query.is_cuda:
         query, key, value = (tensor.contiguous() for tensor in (query, key, value))
-        forward = flash_attn4.forward if implementation == "flash4" else attention.flash_varlen_forward
+        is_fast = _is_worth_flash4(query, implementation)
+        forward = flash_attn4.forward if is_fast else attention.flash_varlen_forward
         return forward(query, key, value, cu_seqlens, max_seqlen, _sides(is_causal, window), scale)
     with torch.autocast("cpu", enabled=False):  # what runs below an operator still sees autocast
         return _reference(query, key, value, cu_seqlens, is_causal, window, scale)
@@ -87,7 +93,8 @@ def varlen_attention_backward(
     """Gradients of query, key and value, in their shapes and dtypes; arguments as of ``varlen_attention``."""
     if query.is_cuda:
         grad, query, key, value = (tensor.contiguous() for tensor in (grad, query, key, value))
-        backward = flash_attn4.backward if implementation == "flash4" else attention.flash_varlen_backward
+        is_fast = _is_worth_flash4(query, implementation)
+        backward = flash_attn4.backward if is_fast else attention.flash_varlen_backward
         sides = _sides(is_causal, window)
         return backward(grad, query, key, value, out, logsumexp, cu_seqlens, max_seqlen, sides, scale)
     with torch.autocast("cpu", enabled=False):
@@ -210,6 +217,11 @@ def _check(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, window
         )
     if window != -1 and window < 1:
         raise ValueError(f"varlen_attention: window must be -1 or at least 1, got {window}")
+
+
+def _is_worth_flash4(query: Tensor, implementation: str) -> bool:
+    """Its Python takes 0.3 ms a call, which small steps wait for and captured ones do not."""
+    return implementation == "flash4" and (query.numel() > _SMALL_QUERY or is_capturing())
 
 
 def _sides(is_causal: bool, window: int) -> tuple[int, int]:

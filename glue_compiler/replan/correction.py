@@ -1,8 +1,8 @@
-"""What is known about a step beside its graph, for a plan."""
+"""What a plan assumes about a step before any step was seen."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from glue_compiler.options import Correction
 
 GUESSED_CALLS = 128
 """More than a decoder has layers."""
@@ -10,34 +10,10 @@ STEPS = 128
 """In so many steps a budget is divided for what else is on the device."""
 
 
-@dataclass(frozen=True)
-class Correction:
-    """What a plan is made with.
-
-    Attributes:
-        calls: so many calls of planned graphs wait for their backward at a time, and hold what the plan keeps.
-        taken: bytes that are taken off the budget.
-        is_least: take the least memory, whatever the budget.
-        told: where that is from, for the report; empty where nothing was measured.
-    """
-
-    calls: int = 1
-    taken: int = 0
-    is_least: bool = False
-    told: str = ""
-
-    @property
-    def is_measured(self) -> bool:
-        return bool(self.told)
-
-
-NONE = Correction()
-
-
 def guess(budget: int, allocated: int, inputs: int, parameters: int, *, is_auto: bool) -> Correction:
-    """For the first steps of a graph in the middle of a step: a layer that is compiled by itself, or a whole model.
+    """What to plan with before a step is seen, for a graph that other graphs of its step run in front of.
 
-    Of graphs that have more than half of the device's bytes as parameters of their own there is no second one.
+    It is a whole model if its parameters are more than half of what is allocated, else a layer that is compiled alone.
 
     Args:
         allocated: bytes on the device when the graph is compiled; inputs: of these, its inputs' on that device, among

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from glue_compiler.replan.correction import GUESSED_CALLS, Correction
+from glue_compiler.byte_sizes import with_unit
+from glue_compiler.options import Correction
 
 TOLERANCE = 0.03
 """The share of the budget by which a step may miss it."""
@@ -12,7 +13,7 @@ TOLERANCE = 0.03
 
 @dataclass(frozen=True)
 class Predicted:
-    """A plan's: ``peak`` of one call, in bytes; ``kept`` on the device between its forward and its backward.
+    """What a plan predicts, in bytes: the ``peak`` of one call, and what is ``kept`` between its forward and backward.
 
     ``is_fastest``, ``is_smallest``: no plan that was looked at is faster, or has a lower peak.
     """
@@ -87,8 +88,12 @@ def correction_for(facts: StepFacts, asked: Asked, error: int) -> Correction | N
     if asked.predicted is None:
         error = max(0, facts.peak - limit) if facts.is_exact else 0
     taken = _taken(facts, asked)
-    told = f"a step was seen to take {_gib(seen)} of {_gib(limit)}, {_gib(taken)} for what this graph does not show"
-    return Correction(facts.calls, taken + error, told=f"{told}{_several(facts.calls)}")
+    several = f"; {facts.calls} calls of planned graphs waited for their backward at a time" if facts.calls > 1 else ""
+    told = (
+        f"a step was seen to take {with_unit(seen)} of {with_unit(limit)}, {with_unit(taken)} for what this graph does "
+        f"not show{several}"
+    )
+    return Correction(facts.calls, taken + error, told=told)
 
 
 def _taken(facts: StepFacts, asked: Asked) -> int:
@@ -100,22 +105,10 @@ def _taken(facts: StepFacts, asked: Asked) -> int:
 
 
 def _has_more_room(facts: StepFacts, asked: Asked, limit: int) -> bool:
-    """Than was guessed: fewer calls, or less beside them."""
+    """Were there fewer calls than was guessed, or less beside them?"""
     if asked.guess is None:
         return False
     return facts.calls < asked.guess.calls or _taken(facts, asked) < asked.guess.taken - TOLERANCE * limit
-
-
-def is_about_to_miss(before: int, asked: Asked) -> bool:
-    """Will a call that begins with ``before`` bytes on the device take it above its budget?"""
-    limit = (1 + TOLERANCE) * (asked.budget + asked.besides)
-    return asked.predicted is not None and _with_others(before, asked, asked.predicted) > limit
-
-
-def after_out_of_memory(calls: int) -> Correction:
-    """What to plan with for the least memory, where so many calls waited."""
-    told = "the device ran out of memory in a step: the plan that takes least is made"
-    return Correction(max(GUESSED_CALLS, calls), is_least=True, told=told)
 
 
 def _seen(facts: StepFacts, asked: Asked, error: int) -> int:
@@ -127,11 +120,3 @@ def _seen(facts: StepFacts, asked: Asked, error: int) -> int:
 def _with_others(before: int, asked: Asked, predicted: Predicted) -> int:
     """The peak of all that is on the device: a call's inputs are there before it begins."""
     return max(0, before - asked.inputs) + predicted.peak
-
-
-def _several(calls: int) -> str:
-    return f"; {calls} calls of planned graphs waited for their backward at a time" if calls > 1 else ""
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.2f} GiB"

@@ -31,6 +31,6 @@ def sizes_of(placeholders: Iterable[fx.Node], device: torch.device) -> InputSize
 
 
 def is_in_the_middle(placeholders: Iterable[fx.Node]) -> bool:
-    """Does an input need a gradient that is no parameter? What runs before waits for its backward then, too."""
+    """Does an input that is no parameter need a gradient? Then earlier graphs of the step wait for theirs, too."""
     values = (tensor for node in placeholders for tensor in tensors_in(value_of(node)))
     return any(value.requires_grad and not isinstance(value, nn.Parameter) for value in values)

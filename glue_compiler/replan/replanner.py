@@ -18,29 +18,20 @@ from torch import fx
 from torch.autograd.function import BackwardCFunction
 from torch.utils._pytree import tree_leaves
 
-from glue_compiler import compat
-from glue_compiler.compat import recompile, runtime, saved_tensor_hooks, storages
+from glue_compiler.compat import recompile, runtime, saved_tensor_hooks, storages, tracing
 from glue_compiler.errors import GlueWarning
 from glue_compiler.fx import bodies
 from glue_compiler.fx.device_bytes import device_of
 from glue_compiler.fx.structure import structure_of
 from glue_compiler.fx.values import is_plain, tensors_in, value_of
-from glue_compiler.observer import Call, Observer
-from glue_compiler.options import GlueOptions
-from glue_compiler.pipeline import PassReport
-from glue_compiler.replan.correction import GUESSED_CALLS, Correction, guess
-from glue_compiler.replan.decision import (
-    Asked,
-    Predicted,
-    after_out_of_memory,
-    correction_for,
-    error_of,
-    is_about_to_miss,
-)
+from glue_compiler.options import Correction, GlueOptions
+from glue_compiler.pipeline.observer import Call, Observer
+from glue_compiler.pipeline.results import PassReport
+from glue_compiler.replan.correction import guess
+from glue_compiler.replan.decision import Asked, Predicted, correction_for, error_of
 from glue_compiler.replan.device_steps import DeviceSteps, DoneStep, Held
 from glue_compiler.replan.input_sizes import is_in_the_middle, sizes_of
 from glue_compiler.report.graph_report import GraphReport
-from glue_compiler.report.kept_step import KeptStep
 from glue_compiler.report.session import Session
 
 log = logging.getLogger(__name__)
@@ -97,7 +88,7 @@ class Replanner:
             self._compiles += 1
         placeholders = gm.graph.find_nodes(op="placeholder")
         device = device_of(placeholders)
-        compile_id = compat.current_compile_id()
+        compile_id = tracing.current_compile_id()
         if not options.budget or device is None or device.type not in self._kinds or not torch.is_grad_enabled():
             return options, None
         # A checkpoint that calls again in backward takes at once what is kept. And a backward that is compiled as a
@@ -160,12 +151,10 @@ class Replanner:
             if device not in self._devices:
                 self._devices[device] = DeviceSteps(lambda: self._mark(device))
             steps = self._devices[device]
-            if runtime.backward_id() is None:
-                steps.end_after_failure(self._compiles)
-                if steps.is_quiet:
-                    # This call goes on with the plan that it has.
-                    self._judge_all(steps.done(self._compiles))
-                    steps.start(self._compiles)
+            if runtime.backward_id() is None and steps.is_quiet:
+                # This call goes on with the plan that it has.
+                self._judge_all(steps.done(self._compiles))
+                steps.start(self._compiles)
             graph.idle = 0
             if not graph.is_settled:
                 self._followed.add(graph)
@@ -176,8 +165,6 @@ class Replanner:
             holds = not saved_tensor_hooks.are_active()
             inputs = _bytes_of(tensors, device)
             number = steps.called(graph, inputs, graph.kept, holds=holds)
-            if graph.guess is not None and steps.holding > graph.guess.calls and graph in self._followed:
-                self._plan_for_more(graph, self._mark(device).allocated, inputs)
         return None if number is None else (device, number)
 
     def wait(self, call: tuple[torch.device, int], results: Any) -> None:
@@ -223,9 +210,6 @@ class Replanner:
 
     def _judge(self, graph: PlannedGraph, step: DoneStep) -> None:
         asked = graph.asked(step.inputs[graph])
-        if step.ran_out:
-            self._plan_again(graph, after_out_of_memory(step.facts.calls))
-            return
         graph.steps += 1
         if not step.is_whole:
             return
@@ -239,26 +223,18 @@ class Replanner:
             # Of accumulated gradients an optimiser makes its state later.
             self._settle(graph, next_look=2 * graph.calls)
 
-    def _plan_for_more(self, graph: PlannedGraph, before: int, inputs: int) -> None:
-        """More calls wait than was guessed: those that follow shall leave room for each other."""
-        asked = graph.asked(inputs)
-        if asked.guess is not None and asked.guess.calls < GUESSED_CALLS and is_about_to_miss(before, asked):
-            told = f"more than {asked.guess.calls} calls of planned graphs wait for their backward"
-            self._plan_again(graph, Correction(GUESSED_CALLS), told)
-
-    def _plan_again(self, graph: PlannedGraph, correction: Correction, told: str = "") -> None:
+    def _plan_again(self, graph: PlannedGraph, correction: Correction) -> None:
         """Have the frame compiled again at its next call, unless there is a reason not to; tell."""
         self._settle(graph)
-        told = told or correction.told
         reason = HOOKS if graph.is_hooked else _why_not()
         if reason is None:
             text = "glue plans its memory again"
             reason = recompile.forget_compiled_graph(list(self._codes), graph.compile_id, text)
         if reason is None:
             self._corrections[graph.key] = correction
-            graph.tell(f"{told}; it is planned again at its next call")
+            graph.tell(f"{correction.told}; it is planned again at its next call")
         else:
-            graph.tell(f"{told}; it is not planned again: {reason}")
+            graph.tell(f"{correction.told}; it is not planned again: {reason}")
 
 
 class _Waits:
@@ -319,7 +295,7 @@ class PlannedGraph(Observer):
             predicted=self._predicted,
         )
 
-    def marked(self, report: PassReport) -> None:
+    def joint_pass_finished(self, report: PassReport) -> None:
         if report.changed and "least_microseconds" in report.counts:
             counts = report.counts
             self._predicted = Predicted(
@@ -328,10 +304,6 @@ class PlannedGraph(Observer):
                 counts["microseconds"] <= counts["least_microseconds"],
                 counts["peak"] <= counts["least_peak"],
             )
-
-    def restored(self, step: KeptStep) -> None:
-        for each in step.passes:
-            self.marked(each.report)
 
     def compiled(self, call: Call) -> Call:
         return _Followed(call, self, self._replanner)

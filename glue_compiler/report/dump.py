@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 import types
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from glue_compiler import compat
-from glue_compiler.compat import layers, operators
+from glue_compiler.compat import layers, operators, symbols
 from glue_compiler.fx import bodies
 from glue_compiler.fx.training_pair import TrainingPair
 from glue_compiler.fx.values import Symbolic, expression, is_plain, tensors_in, value_of
 from glue_compiler.report.dump_template import GRAPHS, HEADER, HELPERS, MAIN, STEP
+
+
+def render(graph: fx.GraphModule | TrainingPair) -> str:
+    """A graph, or the graphs of a training step, as one Python file."""
+    return render_pair(graph) if isinstance(graph, TrainingPair) else render_graph(graph)
 
 
 def render_graph(gm: fx.GraphModule) -> str:
@@ -37,6 +42,16 @@ def render_pair(pair: TrainingPair) -> str:
     names = [node.name for node in taken]
     classes.append(STEP.format(inputs=len(inputs), outputs=pair.num_outputs, saved=saved, taken=names))
     return _file(imports, classes, "training_step", [*inputs, *gradients])
+
+
+def graphs_in(text: str) -> str:
+    """The graphs of a dumped file, without what runs them."""
+    return text.partition(GRAPHS)[2].partition("\n\ndef make_graph")[0].strip()
+
+
+def difference(before: str, after: str, context: int = 3) -> Iterator[str]:
+    """Lines of a unified diff, with ``context`` equal lines around a change."""
+    return difflib.unified_diff(before.splitlines(), after.splitlines(), "before", "after", n=context, lineterm="")
 
 
 def _modes(gm: fx.GraphModule) -> list[str]:
@@ -136,7 +151,7 @@ def _attribute(value: Any, modules: dict[int, str]) -> str:
     if isinstance(value, fx.GraphModule):
         return f"{modules[id(value)]}()"
     if isinstance(value, torch.Tensor):
-        if value.numel() <= 64 and compat.is_real(value):
+        if value.numel() <= 64 and symbols.is_real(value):
             return f"torch.tensor({_literal(value.tolist())}, dtype={value.dtype}, device={str(value.device)!r})"
         return _random(value, _seed(value))
     return "None"
@@ -152,7 +167,7 @@ def _literal(value: Any) -> str:
 def _seed(constant: torch.Tensor) -> int:
     """Equal for a tensor in every graph that has it, under whatever name."""
     described: list[object] = [constant.dtype, *map(_hint, constant.shape)]
-    if compat.is_real(constant) and constant.layout is torch.strided:
+    if symbols.is_real(constant) and constant.layout is torch.strided:
         places = torch.linspace(0, constant.numel() - 1, 64).long()
         described.append(constant.detach()[torch.unravel_index(places, constant.shape)].tolist())
     return zlib.crc32(repr(described).encode())
@@ -181,5 +196,5 @@ def _random(tensor: torch.Tensor, seed: int | None = None) -> str:
 def _hint(number: Any) -> int:
     if not isinstance(number, Symbolic):
         return int(number)
-    bound = compat.upper_bound(expression(number), number.node.shape_env)
+    bound = symbols.upper_bound(expression(number), number.node.shape_env)
     return 2 if bound is None else bound

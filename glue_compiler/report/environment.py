@@ -11,14 +11,14 @@ from dataclasses import dataclass
 import torch
 
 import glue_compiler
-from glue_compiler import registry
-from glue_compiler.compat import known_problems
+from glue_compiler.byte_sizes import with_unit
+from glue_compiler.compat import inductor
 from glue_compiler.compat.versions import NEWEST_TORCH, OLDEST_TORCH
-from glue_compiler.graph_pass import GraphPass, PairPass
-from glue_compiler.ops import flash_attn4, quack_products
+from glue_compiler.ops import cards, flash_attn4, quack_products
 from glue_compiler.options import GlueOptions
+from glue_compiler.pipeline import registry
+from glue_compiler.pipeline.graph_pass import GraphPass, PairPass
 
-GIB = 2**30
 PACKAGES = ("triton", "transformers", "peft", "trl", "accelerate", "flash-attn")
 
 
@@ -60,26 +60,35 @@ def device_lines() -> Iterator[tuple[str, str]]:
         capability = (properties.major, properties.minor)
         yield (
             f"cuda:{index}",
-            f"{properties.name}, capability {capability[0]}.{capability[1]}, {properties.total_memory / GIB:.0f} GiB",
+            f"{properties.name}, capability {capability[0]}.{capability[1]}, {with_unit(properties.total_memory)}",
         )
-        if capability >= (9, 0):
-            yield flash_attn4.PACKAGE, _flash_attn4_text(flash_attn4.unusable())
-        if capability == quack_products.CAPABILITY:
-            yield quack_products.PACKAGE, _quack_text(quack_products.unusable())
-        if torch.version.hip is None and capability < (8, 0):
+        if torch.version.hip is not None:
+            yield "", "AMD: kernels of other packages, cuDNN and glue's sizes for NVIDIA's shared memory are off"
+            continue
+        card = cards.of_capability(capability)
+        if card.flash4_head:
+            yield (
+                flash_attn4.PACKAGE,
+                _package_text(
+                    flash_attn4.unusable(),
+                    "attention within documents",
+                    "takes 0.5 to 0.9 of the time: glue-compiler[flash]",
+                ),
+            )
+        if card.has_wgmma:
+            yield (
+                quack_products.PACKAGE,
+                _package_text(
+                    quack_products.unusable(), "grouped products of experts", "are faster: glue-compiler[experts]"
+                ),
+            )
+        if not card.multiplies:
             yield "", "below 8.0: no kernels for packed attention or grouped products, which stay with torch's own"
+    yield "", "what serves which part of a step, here or on another card: glue doctor --card sm_89"
 
 
-def _flash_attn4_text(reason: str | None) -> str:
-    if reason is None:
-        return "serves attention within documents"
-    return f"not used: {reason}. With it attention within documents takes 0.5 to 0.9 of the time: glue-compiler[flash]"
-
-
-def _quack_text(reason: str | None) -> str:
-    if reason is None:
-        return "serves grouped products of experts"
-    return f"not used: {reason}. With it grouped products of experts are faster: glue-compiler[experts]"
+def _package_text(reason: str | None, serves: str, gain: str) -> str:
+    return f"serves {serves}" if reason is None else f"not used: {reason}. With it {serves} {gain}"
 
 
 def pass_states(options: GlueOptions) -> list[PassState]:
@@ -96,7 +105,7 @@ def _state(graph_pass: GraphPass, options: GlueOptions) -> PassState:
         reason = "off by default; options={'passes': {name: True}}"
     else:
         reason = "on by default"
-    if runs and known_problems.switched_off_by_torch(graph_pass.name):
+    if runs and inductor.switched_off_by_torch(graph_pass.name):
         runs, reason = False, "torch._inductor.config.disabled_passes"
     if runs and isinstance(graph_pass, PairPass) and not graph_pass.is_asked_for(options):
         runs, reason = False, "no option asks for it; a graph that it applies to still may"

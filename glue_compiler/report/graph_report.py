@@ -11,8 +11,7 @@ from torch import fx
 from glue_compiler.fx import bodies
 from glue_compiler.fx.effects import EffectAnalysis
 from glue_compiler.fx.values import source_line
-from glue_compiler.graph_pass import Prologue
-from glue_compiler.pipeline import PassReport
+from glue_compiler.pipeline.results import PassReport, Prologue
 
 
 @dataclass(frozen=True)
@@ -34,27 +33,24 @@ class GraphReport:
     passes: list[PassReport] = field(default_factory=list)
     graph_break: tuple[str, str] | None = None
     """(reason, user's line) of the graph break that this graph ends at."""
+    region: str | None = None
+    """The layers that share the graph, as ``DecoderLayer x36``."""
     compile_id: str | None = None
     host_syncs: list[HostSync] = field(default_factory=list)
-    measured: list[dict[str, Any]] = field(default_factory=list)
-    """What the first steps took, where a pass predicts it (``step_meter.MeasuredStep``)."""
     replan: str | None = None
     """Why it is planned again, with what was seen; or why not, where it should be."""
     id: int = 0
-    from_cache: bool = False
-    """The compiled training step is a cache's; its passes are reported as they ran when it was compiled."""
 
     def as_json(self) -> dict[str, Any]:
         return {
             "id": self.id,
+            "region": self.region,
             "compile_id": self.compile_id,
             "nodes_before": self.nodes_before,
             "nodes_after": self.nodes_after,
             "graph_break": dict(zip(("reason", "source"), self.graph_break, strict=True)) if self.graph_break else None,
             "host_syncs": [vars(sync) for sync in self.host_syncs],
             "passes": [_pass_as_json(p) for p in self.passes],
-            "from_cache": self.from_cache,
-            "measured": list(self.measured),
             "replan": self.replan,
         }
 
@@ -66,11 +62,10 @@ def _pass_as_json(report: PassReport) -> dict[str, Any]:
         "numerics": report.numerics.value,
         "changed": report.changed,
         "counts": dict(report.counts),
-        "rewrites": [{"number": r.number, "what": r.what} for r in report.rewrites],
-        "skips": [{"reason": s.reason, "node": s.node, "source": s.source} for s in report.skips],
+        "rewrites": [vars(rewrite) for rewrite in report.rewrites],
+        "skips": [vars(skip) for skip in report.skips],
         "ms": round(report.milliseconds, 3),
         "error": report.error,
-        **({"drawing": report.drawing} if report.drawing is not None else {}),
     }
 
 

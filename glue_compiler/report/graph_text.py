@@ -58,7 +58,7 @@ def read_graphs(text: str) -> tuple[GraphText, ...]:
         tree = ast.parse(text)
     except SyntaxError as error:
         raise DumpError(f"this is no dumped graph: {error}") from error
-    lines = text.encode().splitlines()  # ast counts columns in bytes
+    lines = text.split("\n")
     wholes: list[list[GraphText]] = [[]]
     for statement in tree.body:
         if isinstance(statement, ast.ClassDef):
@@ -78,59 +78,44 @@ def read_graphs(text: str) -> tuple[GraphText, ...]:
     )
 
 
-def _nodes(forward: ast.FunctionDef, lines: list[bytes]) -> tuple[NodeLine, ...]:
+def _nodes(forward: ast.FunctionDef, lines: list[str]) -> tuple[NodeLine, ...]:
     arguments = [*forward.args.posonlyargs, *forward.args.args]
-    nodes = [NodeLine(arg.arg, "input", _shape(arg.annotation)) for arg in arguments if arg.arg != "self"]
+    nodes = [NodeLine(arg.arg, "input", _shape(arg)) for arg in arguments if arg.arg != "self"]
     source = code = layer = ""
     place = forward.lineno
-    for _, group in groupby(forward.body, key=lambda statement: statement.lineno):
+    for line_number, group in groupby(forward.body, key=lambda statement: statement.lineno):
         statements = list(group)
-        for line in lines[place : statements[0].lineno - 1]:
-            comment = line.decode().strip()
+        for comment in map(str.strip, lines[place : line_number - 1]):
             if match := _SOURCE.match(comment):
                 source, code = match["source"], match["code"]
             elif match := _LAYER.match(comment):
                 layer = "" if match["layer"] == "none" else match["layer"]
             elif comment.startswith("# No stacktrace"):
                 source = code = ""
-        place = statements[-1].end_lineno or statements[-1].lineno
-        for name, shape, text in _statements(statements, lines):
-            at = ("", "", "") if name == "return" else (source, code, layer)
-            nodes.append(NodeLine(name, text, shape, *at))
+        place = statements[-1].end_lineno or line_number
+        name, text, shape = _node(statements)
+        nodes.append(NodeLine(name, text, shape, *(("", "", "") if name == "return" else (source, code, layer))))
     return tuple(nodes)
 
 
-def _statements(statements: list[ast.stmt], lines: list[bytes]) -> list[tuple[str, str, str]]:
-    """(name, shape, text) of what one line computes; ``x = None`` after it only frees memory."""
-    found: list[tuple[str, str, str]] = []
-    for number, statement in enumerate(statements):
-        if isinstance(statement, ast.Return):
-            found.append(("return", "", _segment(statement.value, lines) if statement.value else ""))
-        elif isinstance(statement, ast.AnnAssign | ast.Assign):
-            target = statement.target if isinstance(statement, ast.AnnAssign) else statement.targets[0]
-            value = statement.value
-            if number and isinstance(value, ast.Constant) and value.value is None:
-                continue
-            annotation = statement.annotation if isinstance(statement, ast.AnnAssign) else None
-            if number and found and not found[-1][0] and isinstance(value, ast.Name):
-                # `x[0] = y;  setitem = x`: the node is the write, and its name follows.
-                found[-1] = (_segment(target, lines), _shape(annotation), found[-1][2])
-            elif isinstance(target, ast.Name):
-                found.append((target.id, _shape(annotation), _segment(value, lines) if value else ""))
-            else:
-                found.append(("", "", _segment(statement, lines)))
-        else:
-            found.append(("", "", _segment(statement, lines)))
-    return found
+def _node(statements: list[ast.stmt]) -> tuple[str, str, str]:
+    """(name, text, shape) of what one line computes; ``x = None`` behind it only frees memory."""
+    first, *others = statements
+    if isinstance(first, ast.Return):
+        return "return", ast.unparse(first.value) if first.value else "", ""
+    if target := _assigned(first):
+        return target, ast.unparse(first.value), _shape(first)  # type: ignore[attr-defined]
+    # `x[0] = y;  setitem = x`: the node is the write, and its name follows.
+    named = next((each for each in others if isinstance(getattr(each, "value", None), ast.Name)), None)
+    return (_assigned(named), ast.unparse(first), _shape(named)) if named else ("", ast.unparse(first), "")
 
 
-def _shape(annotation: ast.expr | None) -> str:
+def _assigned(statement: ast.stmt) -> str:
+    """The name that is assigned to; ``""`` if none is."""
+    target = statement.targets[0] if isinstance(statement, ast.Assign) else getattr(statement, "target", None)
+    return target.id if isinstance(target, ast.Name) else ""
+
+
+def _shape(annotated: ast.AST) -> str:
+    annotation = getattr(annotated, "annotation", None)
     return str(annotation.value) if isinstance(annotation, ast.Constant) else ""
-
-
-def _segment(node: ast.expr | ast.stmt, lines: list[bytes]) -> str:
-    end_line, end = node.end_lineno or node.lineno, node.end_col_offset
-    if end_line == node.lineno:
-        return lines[node.lineno - 1][node.col_offset : end].decode()
-    parts = [lines[node.lineno - 1][node.col_offset :], *lines[node.lineno : end_line - 1], lines[end_line - 1][:end]]
-    return " ".join(part.decode().strip() for part in parts)

@@ -8,18 +8,16 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from glue_compiler import compat
+from glue_compiler.compat import tracing
+from glue_compiler.deferred.joined import join_deferred
 from glue_compiler.fx import bodies
-from glue_compiler.fx.deferred_logits import join_deferred
-from glue_compiler.fx.prologues import join_prologues
 from glue_compiler.fx.training_pair import TrainingPair
-from glue_compiler.graph_pass import Prologue
-from glue_compiler.observer import Observer
-from glue_compiler.pipeline import PassReport
-from glue_compiler.report.dump import render_graph, render_pair
+from glue_compiler.pipeline.observer import Observer
+from glue_compiler.pipeline.prologues import join_prologues
+from glue_compiler.pipeline.results import PassReport, Prologue
+from glue_compiler.report.dump import render, render_graph, render_pair
 from glue_compiler.report.graph_report import GraphReport, host_syncs_of
-from glue_compiler.report.kept_step import KeptStep, ShownPass, origins
-from glue_compiler.report.session import Session
+from glue_compiler.report.session import Session, ShownPass
 
 
 class ReportObserver(Observer):
@@ -27,14 +25,14 @@ class ReportObserver(Observer):
 
     name = "report"
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, region: str | None = None) -> None:
         self.session = session
-        self.report = GraphReport()
+        self.report = GraphReport(region=region)
 
     def captured(self, gm: fx.GraphModule) -> None:
         self.report.nodes_before = bodies.count_nodes(gm)
-        self.report.compile_id = compat.current_compile_id()
-        if found := compat.graph_break_of(gm):
+        self.report.compile_id = tracing.current_compile_id()
+        if found := tracing.graph_break_of(gm):
             reason, stack = found
             last = stack[-1] if stack else None
             self.report.graph_break = (reason, f"{last.filename}:{last.lineno} in {last.name}" if last else "")
@@ -42,7 +40,7 @@ class ReportObserver(Observer):
     def pass_finished(self, report: PassReport, graph: fx.GraphModule | TrainingPair) -> None:
         self.report.passes.append(report)
 
-    def marked(self, report: PassReport) -> None:
+    def joint_pass_finished(self, report: PassReport) -> None:
         self.report.passes.append(report)
 
     def handed_off(self, gm: fx.GraphModule, prologues: Sequence[Prologue]) -> None:
@@ -50,10 +48,6 @@ class ReportObserver(Observer):
         if self.session.keeps:
             self.report.host_syncs = host_syncs_of(gm, prologues)
         self.session.add_graph(self.report)
-
-    def restored(self, step: KeptStep) -> None:
-        self.report.passes += [each.report for each in step.passes]
-        self.report.from_cache = True
 
     def refused(self, passes: Sequence[str], reason: str) -> None:
         error = f"left out, as the compiler failed on its result: {reason}"
@@ -65,12 +59,7 @@ class ReportObserver(Observer):
 
 
 class GraphObserver(Observer):
-    """Renders a graph around each pass that changes it, for the session's dump and for torch's structured trace.
-
-    Attributes:
-        origins: of the graph that was handed off (:func:`~glue_compiler.report.kept_step.origins`).
-        step: what the passes over the training step did, when they are done.
-    """
+    """Renders a graph around each pass that changes it, for the session's dump and for torch's structured trace."""
 
     name = "dump"
 
@@ -79,9 +68,6 @@ class GraphObserver(Observer):
         self.session = session
         self.text = ""
         self.waiting: list[ShownPass] = []
-        self.origins = b""
-        self.step: KeptStep | None = None
-        self._marks: list[ShownPass] = []
 
     def captured(self, gm: fx.GraphModule) -> None:
         self.text = render_graph(gm)
@@ -90,11 +76,7 @@ class GraphObserver(Observer):
         if not report.changed:
             self.waiting.append(ShownPass(report, {}))
             return
-        texts = {"before": self.text}
-        if isinstance(graph, TrainingPair):
-            texts["after"] = render_pair(graph)
-        else:
-            texts["after"] = render_graph(graph)
+        texts = {"before": self.text, "after": render(graph)}
         if report.prologue is not None and isinstance(graph, fx.GraphModule):
             texts["prologue"] = render_graph(report.prologue.graph)
             texts["whole"] = render_graph(join_prologues(graph, [report.prologue]))
@@ -104,26 +86,18 @@ class GraphObserver(Observer):
         self.waiting.append(ShownPass(report, texts))
 
     def handed_off(self, gm: fx.GraphModule, prologues: Sequence[Prologue]) -> None:
-        self.origins = origins(gm)
         shown, self.waiting = self.waiting, []
         self._show(shown, unchanged=None if any(each.texts for each in shown) else self.text)
-
-    def marked(self, report: PassReport) -> None:
-        self._marks.append(ShownPass(report, {}))
 
     def partitioned(self, pair: TrainingPair) -> None:
         self.text = render_pair(pair)
 
     def pair_finished(self, pair: TrainingPair) -> None:
-        self.step = KeptStep((*self._marks, *self.waiting))
         self._show(self.waiting)
 
-    def restored(self, step: KeptStep) -> None:
-        self._show(step.passes)
-
     def _show(self, passes: Sequence[ShownPass], unchanged: str | None = None) -> None:
-        compat.trace_artifact("glue_passes", lambda: json.dumps(self.report.as_json()), encoding="json")
+        tracing.trace_artifact("glue_passes", lambda: json.dumps(self.report.as_json()), encoding="json")
         for each in passes:
             for moment, text in each.texts.items():
-                compat.trace_artifact(f"glue_{each.report.name}_{moment}", text.__str__)
+                tracing.trace_artifact(f"glue_{each.report.name}_{moment}", text.__str__)
         self.session.show(self.report, [each for each in passes if each.texts], unchanged)

@@ -11,29 +11,28 @@ from typing import Any
 
 from glue_compiler.report.alignment import AlignedGraph
 from glue_compiler.report.graph_text import GraphText, NodeLine
-from glue_compiler.report.predicted_step import PredictedStep, Rates, predict_step
 from glue_compiler.report.recorded import Recorded, RecordedGraph, RecordedPass
-from glue_compiler.report.transfers import StreamTimeline, find_transfers, layer_root
+from glue_compiler.report.transfers import find_transfers, layer_root
 
 KINDS = ("same", "changed", "removed", "added", "moved")
 NOTHING = -1
 
 
-def page_data(recorded: Recorded, rates: Rates | None = None) -> dict[str, Any]:
-    """A JSON object. With ``rates``, training steps that copy get a predicted timeline too.
+def page_data(recorded: Recorded) -> dict[str, Any]:
+    """A JSON object.
 
     ``strings``: texts. ``nodes``: ``[name, text, shape, source, code, layer]``, places in ``strings``. A diff is a list
     of ``[name of the graph or body, [kind, node before, node after, kind, ...]]``: places in ``kinds`` and ``nodes``,
     -1 for none. A plain graph is ``[name, [node, ...]]``.
     """
     tables = _Tables()
-    graphs = [_graph(graph, tables, rates) for graph in recorded.graphs]
+    graphs = [_graph(graph, tables) for graph in recorded.graphs]
     return {
         "torch": recorded.torch,
         "folder": recorded.folder.resolve().name,
         "kinds": KINDS,
         "graphs": graphs,
-        "capture": [dict(event) for event in recorded.capture],
+        "capture": recorded.capture,
         "layers": _in_order({layer_root(layer) for layer in tables.layers} - {""}),
         "nodes": list(tables.nodes),
         "strings": list(tables.strings),
@@ -70,68 +69,28 @@ class _Tables:
         return [[graph.name, [self.node(node) for node in graph.nodes]] for graph in graphs]
 
 
-def _graph(graph: RecordedGraph, tables: _Tables, rates: Rates | None) -> dict[str, Any]:
+def _graph(graph: RecordedGraph, tables: _Tables) -> dict[str, Any]:
+    broken = graph.entry["graph_break"]
     return {
-        "id": graph.id,
-        "compileId": graph.compile_id,
-        "nodesBefore": graph.nodes_before,
-        "nodesAfter": graph.nodes_after,
-        "fromCache": graph.from_cache,
-        "break": graph.graph_break and _with_short_source(graph.graph_break),
-        "syncs": [_with_short_source(sync) for sync in graph.host_syncs],
+        **graph.entry,
+        "graph_break": broken and _with_short_source(broken),
+        "host_syncs": [_with_short_source(sync) for sync in graph.entry["host_syncs"]],
         "final": tables.plain(graph.final()),
-        "passes": [_pass(p, tables, rates, graph.measured) for p in graph.passes],
+        "passes": [_pass(p, tables) for p in graph.passes],
     }
 
 
-def _pass(
-    p: RecordedPass, tables: _Tables, rates: Rates | None, measured: Sequence[Mapping[str, Any]]
-) -> dict[str, Any]:
+def _pass(p: RecordedPass, tables: _Tables) -> dict[str, Any]:
+    """Bars of a timeline are ``[start, end, label, graph, node]``."""
     after = p.graphs("after")
     timeline = find_transfers(after)
-    predicted = predict_step(after, rates) if timeline and rates else None
     return {
-        "name": p.name,
-        "stage": p.stage,
-        "changed": p.changed,
-        "counts": dict(p.counts),
-        "ms": p.milliseconds,
-        "error": p.error,
-        "skips": [_with_short_source(skip) for skip in p.skips],
-        "rewrites": [dict(rewrite) for rewrite in p.rewrites],
+        **p.entry,
+        "skips": [_with_short_source(skip) for skip in p.entry["skips"]],
         "nodes": [_operators(p.graphs("before")), _operators(after)] if p.changed else None,
         "diff": tables.diff(p.aligned()),
         "prologue": tables.plain(p.graphs("prologue")),
-        "memory": p.drawing and {**p.drawing, "measured": list(measured)},
-        "timeline": timeline and _timeline(timeline),
-        "predicted": predicted and rates and _predicted(predicted, rates),
-    }
-
-
-def _timeline(timeline: StreamTimeline) -> dict[str, Any]:
-    """Bars as ``[start, end, label, graph, node]``."""
-    return {
-        "length": timeline.length,
-        "backward": timeline.backward,
-        "compute": [astuple(bar) for bar in timeline.compute],
-        "to_host": [astuple(bar) for bar in timeline.to_host],
-        "from_host": [astuple(bar) for bar in timeline.from_host],
-    }
-
-
-def _predicted(step: PredictedStep, rates: Rates) -> dict[str, Any]:
-    compute = sum(bar.end - bar.start for bar in step.compute)
-    streams = ("compute", "waits", "to_host", "from_host")
-    return {
-        **{name: [astuple(bar) for bar in getattr(step, name)] for name in streams},
-        "length": step.length,
-        "backward": step.backward,
-        "unit": "ms",
-        "note": (
-            f"Predicted at {rates.flops / 1e12:g} TFLOP/s and {rates.link / 1e9:g} GB/s each way: "
-            f"{step.length:.3g} ms, of which the compute stream works {compute:.3g} ms. Only products and attention "
-            f"take time. Dashed: compute waits for a copy. Operators whose sizes are not numbers: {step.unknown}."
-        ),
+        "timeline": timeline and timeline._asdict(),
     }
 
 

@@ -9,14 +9,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, TextIO
 
 from glue_compiler.fx import bodies
-from glue_compiler.observer import Call, Observer
+from glue_compiler.pipeline.observer import Call, Observer
 
 if TYPE_CHECKING:
     from torch import fx
 
     from glue_compiler.fx.training_pair import TrainingPair
-    from glue_compiler.graph_pass import Prologue
-    from glue_compiler.pipeline import PassReport
+    from glue_compiler.pipeline.results import PassReport, Prologue
 
 LONG = 500
 """Compiles of fewer operators are over soon, and leave the terminal alone."""

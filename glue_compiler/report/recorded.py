@@ -13,25 +13,28 @@ from glue_compiler.report.alignment import AlignedGraph, align_graphs
 from glue_compiler.report.dump_folder import PROCESSES
 from glue_compiler.report.graph_text import DumpError, GraphText, read_graphs
 
+MOMENTS = ("before", "after", "prologue", "whole")
+
 
 @dataclass(frozen=True)
 class RecordedPass:
     """What one pass did to one graph.
 
-    ``files`` are those of its graphs, by moment: before, after, prologue. ``rewrites`` are its single rewrites, each a
-    number over the whole process and what it did, where the dump has them; ``drawing`` is as the pass gave it.
+    Attributes:
+        entry: as ``summary.json`` has it.
+        files: those of its graphs, by moment, of ``MOMENTS``.
     """
 
-    name: str
-    stage: str
-    changed: bool
-    counts: Mapping[str, int]
-    skips: tuple[Mapping[str, str], ...]
-    milliseconds: float
-    error: str | None
+    entry: Mapping[str, Any]
     files: Mapping[str, Path]
-    rewrites: tuple[Mapping[str, Any], ...] = ()
-    drawing: Mapping[str, Any] | None = None
+
+    @property
+    def name(self) -> str:
+        return str(self.entry["name"])
+
+    @property
+    def changed(self) -> bool:
+        return bool(self.entry["changed"])
 
     def graphs(self, moment: str) -> tuple[GraphText, ...]:
         """The graph and its bodies at ``moment``; empty if the pass wrote none."""
@@ -44,24 +47,21 @@ class RecordedPass:
 
 @dataclass(frozen=True)
 class RecordedGraph:
-    """One compiled graph. ``unchanged`` is its file if no pass changed it; the rest is as in ``summary.json``."""
+    """One compiled graph: its ``entry`` in ``summary.json``; ``unchanged`` is its file if no pass changed it."""
 
-    id: int
-    compile_id: str | None
-    nodes_before: int
-    nodes_after: int
-    graph_break: Mapping[str, str] | None
-    host_syncs: tuple[Mapping[str, Any], ...]
+    entry: Mapping[str, Any]
     passes: tuple[RecordedPass, ...]
     unchanged: Path | None
-    measured: tuple[Mapping[str, Any], ...] = ()
-    from_cache: bool = False
+
+    @property
+    def id(self) -> int:
+        return int(self.entry["id"])
 
     def final(self) -> tuple[GraphText, ...]:
         """The graph that the captured stage handed on."""
         if self.unchanged is not None:
             return _read(self.unchanged)
-        changed = [p for p in self.passes if p.changed and p.stage == "captured"]
+        changed = [p for p in self.passes if p.changed and p.entry["stage"] == "captured"]
         return changed[-1].graphs("after") if changed else ()
 
 
@@ -122,35 +122,11 @@ def _graph(folder: Path, graph: Mapping[str, Any]) -> RecordedGraph:
     passes, number = [], 0
     for p in graph["passes"]:
         number += p["changed"]
-        paths = {moment: own / f"{number:02d}_{p['name']}.{moment}.py" for moment in ("before", "after", "prologue")}
+        paths = {moment: own / f"{number:02d}_{p['name']}.{moment}.py" for moment in MOMENTS}
         files = {moment: path for moment, path in paths.items() if p["changed"] and path.is_file()}
-        passes.append(
-            RecordedPass(
-                name=p["name"],
-                stage=p["stage"],
-                changed=p["changed"],
-                counts=p["counts"],
-                skips=tuple(p["skips"]),
-                milliseconds=p["ms"],
-                error=p["error"],
-                files=files,
-                rewrites=tuple(p.get("rewrites", ())),
-                drawing=p.get("drawing"),
-            )
-        )
+        passes.append(RecordedPass(p, files))
     unchanged = own / "00_unchanged.py"
-    return RecordedGraph(
-        graph["id"],
-        graph["compile_id"],
-        graph["nodes_before"],
-        graph["nodes_after"],
-        graph["graph_break"],
-        tuple(graph["host_syncs"]),
-        tuple(passes),
-        unchanged if unchanged.is_file() else None,
-        tuple(graph.get("measured", ())),
-        graph.get("from_cache", False),
-    )
+    return RecordedGraph(graph, tuple(passes), unchanged if unchanged.is_file() else None)
 
 
 def _read(path: Path) -> tuple[GraphText, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 
-from glue_compiler.graph_pass import Numerics
+from glue_compiler.pipeline.results import Numerics
 from glue_compiler.report.dump_template import HELPERS
 
 INPUTS_FILE = "inputs.pt"

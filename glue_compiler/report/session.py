@@ -5,16 +5,25 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from glue_compiler.capture import CaptureEvent
+from glue_compiler.pipeline.results import PassReport
 from glue_compiler.report.dump_folder import DumpFolder
 from glue_compiler.report.graph_report import GraphReport
-from glue_compiler.report.kept_step import ShownPass
+
+
+@dataclass(frozen=True)
+class ShownPass:
+    """``texts``: the graph around a pass that changed it, by moment: before, after, prologue, and both as a whole."""
+
+    report: PassReport
+    texts: Mapping[str, str]
 
 
 class Session:

@@ -3,53 +3,26 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from itertools import groupby
+from typing import NamedTuple
 
 from glue_compiler.report.graph_text import GraphText, NodeLine
 
 _TRANSFER = re.compile(r"torch\.ops\.glue\.(offload|reload)_(start|wait)[.\w]*\((\w+)")
 
 
-@dataclass(frozen=True)
-class Transfer:
-    """``direction``: "offload" or "reload". ``moment``: "start" or "wait". ``operand``: a wait's is its start."""
+class Bar(NamedTuple):
+    """Work of one stream, from one place in the order of issue to another; ``node`` is where it starts."""
 
-    direction: str
-    moment: str
-    operand: str
-
-
-def transfer_of(node: NodeLine) -> Transfer | None:
-    """The start or the wait of a copy that ``node`` is."""
-    match = _TRANSFER.match(node.text)
-    return Transfer(*match.groups()) if match else None
-
-
-def step_nodes(graphs: Sequence[GraphText]) -> Iterator[tuple[str, NodeLine]]:
-    """(graph, node) of a training step's forward and backward, in the order of issue; inputs come first in each."""
-    for graph in graphs:
-        if graph.name in ("forward", "backward"):
-            yield from ((graph.name, node) for node in graph.nodes if node.name != "return")
-
-
-@dataclass(frozen=True)
-class Bar:
-    """Work of one stream, from one place in the order of issue to another; ``node`` is where it starts.
-
-    In a predicted step, ``start`` and ``end`` are milliseconds.
-    """
-
-    start: float
-    end: float
+    start: int
+    end: int
     label: str
     graph: str
     node: str
 
 
-@dataclass(frozen=True)
-class StreamTimeline:
+class StreamTimeline(NamedTuple):
     """One training step.
 
     Attributes:
@@ -68,19 +41,27 @@ class StreamTimeline:
 
 def find_transfers(graphs: Sequence[GraphText]) -> StreamTimeline | None:
     """The timeline of a step's forward and backward; None if nothing is copied."""
-    steps = [(graph, node) for graph, node in step_nodes(graphs) if node.text != "input"]
+    steps = [
+        (graph.name, node)
+        for graph in graphs
+        if graph.name in ("forward", "backward")
+        for node in graph.nodes
+        if node.name != "return" and node.text != "input"
+    ]
     bars: dict[str, list[Bar]] = {"offload": [], "reload": []}
     started: dict[tuple[str, str], tuple[int, NodeLine]] = {}
     compute: list[tuple[int, str, str, str]] = []
     for place, (graph, node) in enumerate(steps):
-        transfer = transfer_of(node)
-        if transfer is None:
+        match = _TRANSFER.match(node.text)
+        if match is None:
             compute.append((place, graph, layer_root(node.layer), node.name))
-        elif transfer.moment == "start":
+            continue
+        direction, moment, operand = match.groups()
+        if moment == "start":
             started[graph, node.name] = (place, node)
-        elif (graph, transfer.operand) in started:
-            start, begin = started[graph, transfer.operand]
-            bars[transfer.direction].append(Bar(start, place, begin.shape or begin.name, graph, begin.name))
+        elif (graph, operand) in started:  # a wait's operand is its start
+            start, begin = started[graph, operand]
+            bars[direction].append(Bar(start, place, begin.shape or begin.name, graph, begin.name))
     if not bars["offload"] and not bars["reload"]:
         return None
     backward = next((place for place, (graph, _) in enumerate(steps) if graph == "backward"), len(steps))

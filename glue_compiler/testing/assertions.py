@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,10 +10,13 @@ from torch import fx
 
 from glue_compiler.fx import bodies
 from glue_compiler.fx.copying import copy_graph_module
+from glue_compiler.fx.effects import EffectAnalysis
+from glue_compiler.fx.operators import Operators, Value
 from glue_compiler.fx.training_pair import TrainingPair
-from glue_compiler.graph_pass import Numerics
-from glue_compiler.report.dump import render_graph, render_pair
-from glue_compiler.report.dump_template import GRAPHS
+from glue_compiler.fx.value_numbering import number_values
+from glue_compiler.pipeline.results import Numerics
+from glue_compiler.report import dump
+from glue_compiler.report.dump import graphs_in
 from glue_compiler.testing.pass_runs import PassRun
 from glue_compiler.verify import runs
 from glue_compiler.verify.compare import find_mismatch
@@ -47,6 +49,25 @@ def count_ops(graph: Graph, *targets: Any) -> int:
     if not targets:
         return sum(node.op.startswith("call_") for module in _modules(graph) for node in module.graph.nodes)
     return len(find(graph, *targets))
+
+
+def operators_of(graph: fx.GraphModule) -> list[str]:
+    """What a captured graph and its bodies call, as passes read it: a line an operator, with the arguments that it has
+    by its schema. A tensor is shown by the name of the node that makes it."""
+    numbering = number_values(graph, analysis := EffectAnalysis.for_graph(graph))
+    operators = Operators(numbering, analysis)
+
+    def shown(item: Any) -> str:
+        if isinstance(item, tuple):
+            return f"[{', '.join(map(shown, item))}]"
+        return item.node.name if isinstance(item, Value) else str(item)
+
+    return [
+        f"{node.name} = {call.overload}({', '.join(f'{name}={shown(item)}' for name, item in call.arguments.items())})"
+        for scope in numbering.scopes
+        for node in scope.module.graph.nodes
+        for call in operators.calls(node) or ()
+    ]
 
 
 def _modules(graph: Graph) -> Iterator[fx.GraphModule]:
@@ -142,11 +163,9 @@ def _step(pair: TrainingPair) -> Callable[..., Any]:
 
 def render(graph: Graph) -> str:
     """The graph as Python code."""
-    text = render_pair(graph) if isinstance(graph, TrainingPair) else render_graph(graph)
-    return text.partition(GRAPHS)[2].strip()
+    return graphs_in(dump.render(graph))
 
 
 def difference(before: Graph, after: Graph) -> str:
     """A unified diff of two graphs as Python code."""
-    old, new = (render(graph).splitlines() for graph in (before, after))
-    return "\n".join(difflib.unified_diff(old, new, "before", "after", lineterm=""))
+    return "\n".join(dump.difference(render(before), render(after)))

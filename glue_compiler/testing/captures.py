@@ -3,42 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 from torch import fx
 
-from glue_compiler import compat, registry
 from glue_compiler.backend import GlueBackend
-from glue_compiler.compat import partition
+from glue_compiler.compat import dynamo, partition
 from glue_compiler.fx.copying import copy_graph_module
 from glue_compiler.fx.training_pair import TrainingPair
-from glue_compiler.graph_pass import Stage
-from glue_compiler.handoff import hand_off
 from glue_compiler.options import GlueOptions
-from glue_compiler.report.graph_report import GraphReport
-from glue_compiler.report.session import Session
-
-
-@overload
-def capture(
-    model: Callable[..., Any],
-    *args: Any,
-    stage: Literal[Stage.CAPTURED, "captured"] = "captured",
-    options: Mapping[str, Any] | None = None,
-    dynamic: bool | None = None,
-    **kwargs: Any,
-) -> list[fx.GraphModule]: ...
-@overload
-def capture(
-    model: Callable[..., Any],
-    *args: Any,
-    stage: Literal[Stage.PARTITIONED, "partitioned"],
-    options: Mapping[str, Any] | None = None,
-    dynamic: bool | None = None,
-    **kwargs: Any,
-) -> list[TrainingPair]: ...
+from glue_compiler.pipeline import registry
+from glue_compiler.pipeline.results import Stage
 
 
 def capture(
@@ -67,7 +43,7 @@ def capture(
         TypeError: if ``model`` is the result of ``torch.compile``.
         ValueError: for another stage.
     """
-    if compat.is_compiled(model):
+    if dynamo.is_compiled(model):
         raise TypeError("capture takes the model itself; this one is the result of torch.compile")
     stage = Stage(stage)
     if stage is Stage.JOINT:
@@ -80,7 +56,7 @@ def capture(
             torch.compile(model, backend=backend, dynamic=dynamic, options=options)(*args, **kwargs)
     finally:
         # Each function may be compiled a limited number of times; a look at it must not use one up.
-        compat.forget_compiled(backend.frames)
+        dynamo.forget_compiled(backend.frames)
     return backend.graphs
 
 
@@ -113,71 +89,3 @@ class _Keeper(GlueBackend):
 
 def _run_as_it_is(gm: fx.GraphModule, *_: Any) -> Callable[..., Any]:
     return gm.forward
-
-
-@dataclass
-class Capture:
-    """A function compiled with glue, and what became of its graphs; ``graphs`` grows with each compile.
-
-    Attributes:
-        call: the compiled function.
-        session: the reports.
-        graphs: copies of what was handed on, after all passes of the captured stage; where memoize_metadata splits a
-            graph, the prologue and then the rest.
-    """
-
-    call: Any
-    session: Session
-    graphs: list[fx.GraphModule] = field(default_factory=list)
-
-    @property
-    def graph(self) -> fx.GraphModule:
-        """The one graph."""
-        assert len(self.graphs) == 1, f"{len(self.graphs)} graphs"
-        return self.graphs[0]
-
-    @property
-    def report(self) -> GraphReport:
-        """The one report."""
-        assert len(self.session.graphs) == 1, f"{len(self.session.graphs)} graphs were captured"
-        return self.session.graphs[0]
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """What the first enabled pass counted."""
-        return dict(self.report.passes[0].counts)
-
-    @property
-    def skip_reasons(self) -> list[str]:
-        return [skip.reason for p in self.report.passes for skip in p.skips]
-
-
-def compile_and_keep(
-    model: Callable[..., Any],
-    *,
-    passes: Mapping[str, bool] | None = None,
-    eager: bool = False,
-    fullgraph: bool = True,
-    dynamic: bool | None = None,
-    **options: Any,
-) -> Capture:
-    """``torch.compile(model, backend="glue")``, keeping the rewritten graphs. Its results can be compared with eager.
-
-    Args:
-        passes: name → on or off; others keep their default.
-        eager: run the rewritten graph as it is, without AOTAutograd.
-        fullgraph, dynamic: as for ``torch.compile``.
-        options: glue's other options; ``compiler`` is ``"aot_eager"``, and ``strict`` is on, unless they say otherwise.
-    """
-    kept = Capture(None, Session())
-
-    def keep(
-        gm: fx.GraphModule, inputs: Sequence[Any], glue_options: GlueOptions, uuid: bytes | None, edit_pair: Any = None
-    ) -> Callable[..., Any]:
-        kept.graphs.append(copy_graph_module(gm))
-        return gm.forward if eager else hand_off(gm, inputs, glue_options, uuid, edit_pair)
-
-    backend = GlueBackend(hand_off=keep, session=kept.session)
-    options = {"compiler": "aot_eager", "strict": True, **options, "passes": dict(passes or {})}
-    kept.call = torch.compile(model, backend=backend, fullgraph=fullgraph, dynamic=dynamic, options=options)
-    return kept

@@ -7,15 +7,16 @@ from typing import Any
 
 from torch import fx
 
-from glue_compiler import registry
+from glue_compiler.deferred.joined import join_deferred
 from glue_compiler.errors import GlueContractError, GlueOptionError, unknown_name
 from glue_compiler.fx.copying import copy_graph_module
-from glue_compiler.fx.deferred_logits import join_deferred
-from glue_compiler.fx.prologues import join_prologues
 from glue_compiler.fx.training_pair import TrainingPair
-from glue_compiler.graph_pass import GraphPass, PairPass, Stage
 from glue_compiler.options import parse_options
-from glue_compiler.pipeline import PassReport, Pipeline
+from glue_compiler.pipeline import registry
+from glue_compiler.pipeline.graph_pass import GraphPass, PairPass
+from glue_compiler.pipeline.prologues import join_prologues
+from glue_compiler.pipeline.results import PassReport, Stage
+from glue_compiler.pipeline.run import Pipeline
 
 
 @dataclass(frozen=True)
@@ -50,11 +51,11 @@ class PassRun:
 def run_pass(graph: fx.GraphModule | TrainingPair, graph_pass: Any, **options: Any) -> PassRun:
     """Run one pass on ``graph``, in place, with the checks of a compile; its errors are raised.
 
-    Contracts (``requires``) are not asked for. Copies of a graph share its symbols, and a pass may unify some: run
-    another pass on another :func:`capture` or :func:`load`, not on a copy.
+    Copies of a graph share its symbols, and a pass may unify some: run another pass on another :func:`capture`, not on
+    a copy.
 
     Args:
-        graph: from :func:`capture` or :func:`load`.
+        graph: from :func:`capture`.
         graph_pass: the name of a pass, or the user's own: an object, a class, ``"module:Class"``.
         options: glue's options.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import functools
 import math
 import os
 import re
@@ -14,8 +14,9 @@ from typing import Any
 
 from glue_compiler.compat import bisector
 from glue_compiler.errors import GlueError, GlueOptionError
-from glue_compiler.graph_pass import Numerics
+from glue_compiler.pipeline.results import Numerics
 from glue_compiler.report.dump_folder import PROCESSES, SUMMARY
+from glue_compiler.report.recorded import RecordedPass, read_folder
 from glue_compiler.report.replay_file import INPUTS_FILE, compose_replay
 from glue_compiler.verify.program_runs import ProgramRuns
 from glue_compiler.verify.replay import REPLAY_FILE, count_inputs
@@ -62,9 +63,8 @@ def bisect(
     """Find the pass, and in it the first single rewrite, with which ``command`` fails.
 
     The command fails when its exit code is not 0, when it takes too long, or, with ``metric``, when the number that it
-    prints differs from that of a run without glue's rewrites. It must do the same in each run, and gets the same
-    standard input: the searches, over passes and over rewrites, halve what is left, about log2(passes) +
-    log2(rewrites) + 4 runs.
+    prints differs from that of a run without glue's rewrites. It must do the same in each run, and gets no
+    standard input: torch's ``CompilerBisector`` halves what is left, so it takes about log2(rewrites) + 4 runs.
 
     Args:
         command: the program and its arguments.
@@ -111,41 +111,27 @@ class _Run:
     """None: it was ended because it took too long."""
     metric: float | None
 
-    @property
-    def dumps(self) -> list[Path]:
-        """Where the program's dumps are: a distributed program has a folder for each rank, and so has each of several
-        processes that compile at the same time."""
-        places = [self.folder, self.folder / "rank_0", *sorted(self.folder.glob(PROCESSES))]
-        return [place for place in places if (place / SUMMARY).exists()]
+    @functools.cached_property
+    def passes(self) -> list[tuple[int, RecordedPass]]:
+        """(graph, pass) in order, of the first dump that has any.
 
-    def passes(self) -> list[tuple[int, Mapping[str, Any]]]:
-        """(graph, entry in the summary) of each pass over each graph, in order."""
-        for place in self.dumps:
-            summary = json.loads((place / SUMMARY).read_text(encoding="utf-8"))
-            if found := [(graph["id"], entry) for graph in summary["graphs"] for entry in graph["passes"]]:
+        A distributed program has a folder for each rank, and so has each of several processes that compile at the same
+        time.
+        """
+        for place in (self.folder, self.folder / "rank_0", *sorted(self.folder.glob(PROCESSES))):
+            graphs = read_folder(place).graphs if (place / SUMMARY).exists() else ()
+            if found := [(graph.id, each) for graph in graphs for each in graph.passes]:
                 return found
         return []
 
-    def number_of_rewrites(self) -> int:
-        return max((r["number"] for _, entry in self.passes() for r in entry["rewrites"]), default=0)
+    def rewrites(self) -> list[tuple[int, RecordedPass, Mapping[str, Any]]]:
+        """(graph, pass, number and text) of each single rewrite."""
+        return [(graph, each, rewrite) for graph, each in self.passes for rewrite in each.entry["rewrites"]]
 
-    def find(self, number: int) -> tuple[int, Mapping[str, Any], str] | None:
-        """(graph, entry of the pass, what it does) of a rewrite; the last graph's, where one was captured again."""
-        found = [
-            (graph, entry, rewrite["what"])
-            for graph, entry in self.passes()
-            for rewrite in entry["rewrites"]
-            if rewrite["number"] == number
-        ]
-        return found[-1] if found else None
-
-    def text(self, graph: int, pass_name: str, *moments: str) -> str | None:
-        """The graph as the pass left it (or found it)."""
-        for place in self.dumps:
-            for moment in moments:
-                for file in sorted((place / f"graph_{graph:03d}").glob(f"*_{pass_name}.{moment}.py")):
-                    return file.read_text(encoding="utf-8")
-        return None
+    def text(self, graph: int, name: str, *moments: str) -> str | None:
+        """The graph as the pass left it (or found it), at the first of ``moments`` that was written."""
+        files = (each.files.get(m) for m in moments for at, each in self.passes if (at, each.name) == (graph, name))
+        return next((file.read_text(encoding="utf-8") for file in files if file is not None), None)
 
 
 @dataclass
@@ -162,10 +148,8 @@ class _Bisection:
     def run(self) -> Culprit:
         self._clear()
         full = self._probe("all rewrites", (), _ALL)
-        passes = list(dict.fromkeys(entry["name"] for _, entry in full.passes()))
-        changed = [
-            name for name in passes if any(entry["changed"] for _, entry in full.passes() if entry["name"] == name)
-        ]
+        passes = list(dict.fromkeys(each.name for _, each in full.passes))
+        changed = list(dict.fromkeys(each.name for _, each in full.passes if each.changed))
         if not changed:
             raise NothingToFind("no pass of glue changed a graph in this program")
         self.good = self._probe("without the passes", tuple(passes), 0)
@@ -180,15 +164,24 @@ class _Bisection:
             )
         if not self._fails(full):
             raise NothingToFind("the program does not fail with all of glue's rewrites")
-        last = self._first_failing(range(1, len(changed) + 1), lambda count: self._with_passes(passes, changed, count))
-        name = changed[last - 1]
-        self.say(f"pass: {name}")
-        off = tuple(p for p in passes if p not in changed[:last])
-        if self._fails(self._probe("no rewrite", off, 0)):
-            return Culprit(name, None, None, "it does not ask context.fuel before its rewrites", None, self.runs)
-        total = self._with_passes(passes, changed, last).number_of_rewrites()
-        number = self._first_failing(range(1, total + 1), lambda count: self._probe(f"{count} rewrites", off, count))
-        return self._culprit(name, off, number)
+        count = max((rewrite["number"] for *_, rewrite in full.rewrites()), default=0)
+        totals = {bisector.REWRITES: count, bisector.PASSES: len(changed)}
+        found = bisector.search(functools.partial(self._works, passes, changed), totals)
+        if found is None:
+            raise NothingToFind("the program fails with no rewrite and no pass too, and worked with none before")
+        part, number = found
+        if part == bisector.PASSES:
+            reason = "it does not ask context.fuel before its rewrites"
+            return Culprit(changed[number - 1], None, None, reason, None, self.runs)
+        return self._culprit(number)
+
+    def _works(self, passes: Sequence[str], changed: Sequence[str], part: str, number: int) -> bool:
+        """With so many of the single rewrites, or of the passes that changed something."""
+        if part == bisector.REWRITES:
+            return not self._fails(self._probe(f"{number} rewrites", (), number))
+        on = changed[:number]
+        off = tuple(name for name in passes if name not in on)
+        return not self._fails(self._probe(f"passes: {', '.join(on) or 'none'}", off, _ALL))
 
     def _clear(self) -> None:
         """Remove what an earlier search left here, and nothing else."""
@@ -197,44 +190,31 @@ class _Bisection:
         for name in (REPLAY_FILE, INPUTS_FILE):
             (self.folder / name).unlink(missing_ok=True)
 
-    def _with_passes(self, passes: Sequence[str], changed: Sequence[str], count: int) -> _Run:
-        off = tuple(p for p in passes if p not in changed[:count])
-        return self._probe(f"passes: {', '.join(changed[:count])}", off, _ALL)
-
-    def _first_failing(self, counts: range, probe: Callable[[int], _Run]) -> int:
-        """The smallest count whose run fails; the run with none does not, and that with the largest does."""
-        low, high = counts.start - 1, counts.stop - 1
-        while high - low > 1:
-            middle = (low + high) // 2
-            if self._fails(probe(middle)):
-                high = middle
-            else:
-                low = middle
-        return high
-
-    def _culprit(self, name: str, off: tuple[str, ...], number: int) -> Culprit:
-        bad, good = (self._probe(f"{n} rewrites", off, n) for n in (number, number - 1))
-        found = bad.find(number)
-        if found is None:
-            return Culprit(name, None, number, "it is not in the summary", None, self.runs)
-        graph, entry, what = found
-        before = good.text(graph, entry["name"], "whole", "after") or bad.text(graph, entry["name"], "before")
-        after = bad.text(graph, entry["name"], "whole", "after")
+    def _culprit(self, number: int) -> Culprit:
+        bad, good = (self._probe(f"{n} rewrites", (), n) for n in (number, number - 1))
+        found = [each for each in bad.rewrites() if each[2]["number"] == number]
+        if not found:
+            raise NothingToFind(
+                f"rewrite {number} makes the program fail, and is not in its summary: see {self._log()}"
+            )
+        graph, wrong, rewrite = found[-1]  # the last graph's, where one was captured again
+        name, what = wrong.name, rewrite["what"]
+        before = good.text(graph, name, "whole", "after") or bad.text(graph, name, "before")
+        after = bad.text(graph, name, "whole", "after")
         replay = None
         if before is not None and after is not None:
             replay = self.folder / REPLAY_FILE
-            title = f"Graph {graph} before and after rewrite {number} ({entry['name']}): {what}."
-            replay.write_text(compose_replay(before, after, Numerics(entry["numerics"]), title), encoding="utf-8")
-            if entry["stage"] == "captured":
-                self._save_inputs(off, number, graph, replay)
-        return Culprit(entry["name"], graph, number, what, replay, self.runs)
+            title = f"Graph {graph} before and after rewrite {number} ({name}): {what}."
+            replay.write_text(compose_replay(before, after, Numerics(wrong.entry["numerics"]), title), encoding="utf-8")
+            if wrong.entry["stage"] == "captured":
+                self._save_inputs(number, graph, replay)
+        return Culprit(name, graph, number, what, replay, self.runs)
 
-    def _save_inputs(self, off: tuple[str, ...], number: int, graph: int, replay: Path) -> None:
+    def _save_inputs(self, number: int, graph: int, replay: Path) -> None:
         """The inputs of a call that verification finds wrong, if it does, are better than random ones."""
-        run = self._probe("verified", off, number, GLUE_VERIFY="1")
-        for place in run.dumps:
-            saved = place / f"graph_{graph:03d}" / "verify" / INPUTS_FILE
-            if saved.exists() and count_inputs(saved) == count_inputs(replay):
+        run = self._probe("verified", (), number, GLUE_VERIFY="1")
+        for saved in run.folder.rglob(f"graph_{graph:03d}/verify/{INPUTS_FILE}"):
+            if count_inputs(saved) == count_inputs(replay):
                 shutil.copy(saved, replay.with_name(INPUTS_FILE))
 
     def _fails(self, run: _Run) -> bool:

@@ -12,7 +12,7 @@ from torch import fx
 
 from glue_compiler.compat import runtime
 from glue_compiler.errors import GlueWarning
-from glue_compiler.graph_pass import Numerics
+from glue_compiler.pipeline.results import Numerics
 from glue_compiler.verify import runs
 from glue_compiler.verify.compare import Mismatch, Named, find_mismatch
 from glue_compiler.verify.inputs import CannotCopy, Inputs, record_inputs

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from glue_compiler.graph_pass import Numerics
+from glue_compiler.pipeline.results import Numerics
 
 # What rounding explains at once, relative to an element and to the typical one of its tensor.
 _ROUNDING = {torch.float64: 1e-10, torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -91,7 +91,7 @@ def _mismatch(before: Named, after: Named, numerics: Numerics, reference: Callab
     shown = f"differs by up to {error:.3g}, where values are up to {_largest(wide_old):.3g}"
     if numerics is Numerics.BITWISE:
         return Mismatch(before.name, f"{shown}; it must be the same bits", error)
-    rounding = _ROUNDING.get(_real_dtype(old.dtype), _ROUNDING[torch.bfloat16])
+    rounding = _ROUNDING.get(old.dtype.to_real(), _ROUNDING[torch.bfloat16])
     if not _is_finite_alike(wide_old, wide_new):
         return Mismatch(before.name, "NaN or infinity in other places", _INFINITY)
     finite = torch.isfinite(wide_old)
@@ -132,10 +132,6 @@ def _is_finite_alike(old: torch.Tensor, new: torch.Tensor) -> bool:
     """NaN and infinity in the same places."""
     finite = torch.isfinite(old)
     return torch.equal(finite, torch.isfinite(new)) and _same_bits(old[~finite], new[~finite])
-
-
-def _real_dtype(dtype: torch.dtype) -> torch.dtype:
-    return dtype.to_real() if dtype.is_complex else dtype
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:

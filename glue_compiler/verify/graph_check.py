@@ -10,16 +10,16 @@ from typing import Any, NoReturn
 import torch
 from torch import fx
 
+from glue_compiler.deferred.joined import join_deferred
 from glue_compiler.errors import GlueVerifyError
 from glue_compiler.fx import bodies
 from glue_compiler.fx.copying import copy_graph_module
-from glue_compiler.fx.deferred_logits import join_deferred
 from glue_compiler.fx.effects import EffectAnalysis
-from glue_compiler.fx.prologues import join_prologues
 from glue_compiler.fx.training_pair import TrainingPair
-from glue_compiler.graph_pass import Numerics, Prologue, Stage
-from glue_compiler.observer import Observer
 from glue_compiler.options import GlueOptions
+from glue_compiler.pipeline.observer import Observer
+from glue_compiler.pipeline.prologues import join_prologues
+from glue_compiler.pipeline.results import Numerics, Prologue, Stage
 from glue_compiler.report.dump import render_graph, render_pair
 from glue_compiler.report.dump_folder import DumpFolder
 from glue_compiler.report.graph_report import GraphReport

@@ -1,19 +1,15 @@
-"""Runs a program again and again, each time as the first: with the same standard input, and not for ever."""
+"""Runs a program again and again, each time as the first: without a standard input, and not for ever."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import subprocess
-import sys
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 _PATIENCE = (10.0, 60.0)
 """Without a limit of the user's: so many times as long as the longest run that ended, and so many seconds more."""
@@ -39,7 +35,6 @@ class ProgramRuns:
     command: Sequence[str]
     limit: float | None = None
     longest: float | None = None
-    given: SharedInput = field(default_factory=lambda: SharedInput(own_input()))
 
     def run(self, environment: Mapping[str, str], log: Path) -> ProgramRun:
         """Output of both kinds goes to ``log``. What is no UTF-8 in it is shown as ``\\xff``."""
@@ -52,13 +47,12 @@ class ProgramRuns:
             process = subprocess.Popen(
                 self.command,
                 env=environment,
-                stdin=subprocess.PIPE,
+                stdin=subprocess.DEVNULL,  # the same in each run
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-            with self.given.feeding(process):
-                code = _wait(process, limit)
+            code = _wait(process, limit)
         seconds = time.monotonic() - start
         if code is not None:
             self.longest = max(seconds, self.longest or 0.0)
@@ -83,49 +77,3 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         else:
             process.kill()
     process.wait()
-
-
-class SharedInput:
-    """Our own standard input, for one program after the other: each gets what was read before, then what is left.
-
-    It is read as far as programs take it, so an input that never ends stops nobody. A terminal is not read.
-    """
-
-    def __init__(self, source: int | None) -> None:
-        self._source = source
-        self._read = bytearray()
-
-    @contextlib.contextmanager
-    def feeding(self, process: subprocess.Popen[bytes]) -> Iterator[None]:
-        """Feeds ``process`` while the block runs."""
-        done = threading.Event()
-        thread = threading.Thread(target=self._feed, args=(process.stdin, done), daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            done.set()
-            thread.join(1.0)  # a process that outlives the program may hold the other end
-
-    def _feed(self, stdin: IO[bytes], done: threading.Event) -> None:
-        with contextlib.suppress(BrokenPipeError), stdin:  # it ended, or closed its input
-            stdin.write(self._read)
-            stdin.flush()
-            while self._source is not None and not done.is_set():
-                if not select.select([self._source], [], [], 0.1)[0]:
-                    continue
-                more = os.read(self._source, 2**16)
-                self._read += more
-                if not more:
-                    self._source = None
-                stdin.write(more)
-                stdin.flush()
-
-
-def own_input() -> int | None:
-    """Our standard input; None for a terminal, and where there is no input."""
-    try:
-        number = sys.stdin.fileno()
-        return None if os.isatty(number) or os.name == "nt" else number
-    except (AttributeError, OSError, ValueError):
-        return None

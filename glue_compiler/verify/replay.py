@@ -1,27 +1,22 @@
-"""Runs dumped graphs alone: times them, and compares a graph with the one before it."""
+"""Runs dumped graphs alone, and compares a graph with the one before it."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
-import json
-import statistics
-import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import torch
 
 from glue_compiler.errors import GlueGraphFileError
-from glue_compiler.graph_pass import Numerics
+from glue_compiler.pipeline.results import Numerics
+from glue_compiler.report.graph_text import DumpError
+from glue_compiler.report.recorded import read_folder
 from glue_compiler.report.replay_file import compose_replay
 
 REPLAY_FILE = "replay.py"
-_RUNS = 5
 
 
 @dataclass(frozen=True)
@@ -31,13 +26,12 @@ class Replay:
     Attributes:
         file: what was run.
         differences: result → how it differs from the graph before; empty where both agree.
-        milliseconds: of one run, forward and backward in eager operators, the median of a few; by ``"before"`` and
-            ``"after"``, or ``"graph"`` where there is one alone.
+        is_compared: two graphs were run, and not one alone.
     """
 
     file: Path
     differences: Mapping[str, str]
-    milliseconds: Mapping[str, float]
+    is_compared: bool = True
 
 
 def replay(path: Path) -> list[Replay]:
@@ -66,8 +60,8 @@ def replay(path: Path) -> list[Replay]:
         raise GlueGraphFileError(f"{path} is no graph that glue wrote")
     torch.manual_seed(0)
     with _runs(path), module.inside(module.make_modes()):
-        inputs = module.make_inputs()
-        return [Replay(path, {}, {"graph": _milliseconds(lambda: module.make_graph()(*inputs))})]
+        module.make_graph()(*module.make_inputs())
+        return [Replay(path, {}, is_compared=False)]
 
 
 def _replay_after(path: Path, stem: str) -> Replay:
@@ -80,10 +74,7 @@ def _replay_after(path: Path, stem: str) -> Replay:
         text = compose_replay(texts[0], texts[1], _numerics_of(path), str(path))
     except (ValueError, IndexError) as error:
         raise GlueGraphFileError(f"{path}, or the graph before, is no graph that glue wrote") from error
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / REPLAY_FILE
-        file.write_text(text, encoding="utf-8")
-        return _replay_pair(path, _module(file, path))
+    return _replay_pair(path, _module(path, text))
 
 
 def _text(file: Path) -> str:
@@ -100,15 +91,7 @@ def count_inputs(file: Path) -> int:
 
 def _replay_pair(file: Path, module: ModuleType) -> Replay:
     with _runs(file):
-        differences = module.compare()
-        if module.RAISES in differences:
-            return Replay(file, differences, {})
-        given = module.inputs()
-        times = {
-            name: _milliseconds(lambda graph=graph: module.run(graph, given))  # type: ignore[misc]
-            for name, graph in (("before", module.before()), ("after", module.after()))
-        }
-    return Replay(file, differences, times)
+        return Replay(file, module.compare())
 
 
 @contextlib.contextmanager
@@ -120,39 +103,20 @@ def _runs(file: Path) -> Iterator[None]:
         raise GlueGraphFileError(f"{file} does not run here: {type(error).__name__}: {error}") from error
 
 
-def _milliseconds(call: Callable[[], Any]) -> float:
-    call()
-    times = []
-    for _ in range(_RUNS):
-        _wait_for_devices()
-        start = time.perf_counter()
-        call()
-        _wait_for_devices()
-        times.append((time.perf_counter() - start) * 1000)
-    return statistics.median(times)
-
-
-def _wait_for_devices() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def _module(file: Path, shown: Path | None = None) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("glue_replayed", file)
-    if spec is None or spec.loader is None:
-        raise GlueGraphFileError(f"{file} is no Python file")
-    module = importlib.util.module_from_spec(spec)
-    with _runs(shown or file):
-        spec.loader.exec_module(module)
+def _module(file: Path, text: str | None = None) -> ModuleType:
+    """What ``text``, by default that of the file, defines."""
+    module = ModuleType("glue_replayed")
+    module.__file__ = str(file)
+    with _runs(file):
+        exec(compile(file.read_bytes() if text is None else text, file, "exec"), vars(module))
     return module
 
 
 def _numerics_of(file: Path) -> Numerics:
     """Of the pass that a dumped file is about, from the dump's summary; close, where there is none."""
-    name = file.name.split(".")[0].partition("_")[2]
     try:
-        summary = json.loads((file.parent.parent / "summary.json").read_text(encoding="utf-8"))
-        found = {p["name"]: p["numerics"] for graph in summary["graphs"] for p in graph["passes"]}
-        return Numerics(found[name])
-    except (OSError, ValueError, KeyError, TypeError):
+        graphs = read_folder(file.parent.parent).graphs
+    except DumpError:
         return Numerics.CLOSE
+    found = (each for graph in graphs for each in graph.passes if file in each.files.values())
+    return next((Numerics(each.entry["numerics"]) for each in found), Numerics.CLOSE)

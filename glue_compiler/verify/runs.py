@@ -55,7 +55,8 @@ def run(
     ends = [end for end in (*outputs, *written) if isinstance(end, torch.Tensor) and end.requires_grad]
     found: Sequence[torch.Tensor | None] = [None] * len(leaves)
     if ends:
-        with _backward_modes(ends):
+        # Backward runs outside of the autocast that forward may be called in.
+        with torch.autocast(ends[0].device.type, enabled=False):
             found = torch.autograd.grad(ends, list(leaves.values()), _directions(ends), allow_unused=True)
     labels = (
         "gradient of " + " and ".join(f"input {names[i]}" for i in inputs.readers_of(memory)) for memory in leaves
@@ -88,13 +89,6 @@ def _directions(ends: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     # In fp32, whatever the default is: an fp64 run must get the same ones.
     drawn = [torch.randn(end.shape, generator=generator, dtype=torch.float32) for end in ends]
     return [direction.to(end.device, end.dtype) for direction, end in zip(drawn, ends, strict=True)]
-
-
-@contextmanager
-def _backward_modes(ends: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Backward runs outside of the autocast that forward may be called in."""
-    with torch.autocast(ends[0].device.type, enabled=False):
-        yield
 
 
 def eager_reference(gm: fx.GraphModule) -> fx.GraphModule:
@@ -153,28 +147,25 @@ def fp64_by_default() -> Iterator[None]:
 
 
 @contextmanager
-def random_state(of: Sequence[Any], states: tuple[Any, ...] | None = None) -> Iterator[tuple[Any, ...]]:
+def random_state(of: Sequence[Any], states: tuple[Any, ...] | None = None) -> Iterator[None]:
     """Start from ``states`` (of the random generators now, when None), and put back those of now in the end.
 
     Args:
-        of: the values whose devices matter; yields the states that the block started from.
+        of: the values whose devices matter.
     """
-    devices = sorted({t.device.index for t in tensors_in(list(of)) if t.device.type == "cuda"})
-    now = (torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices))
-    start = now if states is None else states
-    _set_states(start, devices)
-    try:
-        yield start
-    finally:
-        _set_states(now, devices)
+    devices = _cuda_devices(of)
+    with torch.random.fork_rng(devices):
+        if states is not None:
+            torch.set_rng_state(states[0])
+            for device, state in zip(devices, states[1:], strict=True):
+                torch.cuda.set_rng_state(state, device)
+        yield
 
 
 def random_states(of: Sequence[Any]) -> tuple[Any, ...]:
-    with random_state(of) as states:
-        return states
+    """Of the random generators now."""
+    return (torch.get_rng_state(), *map(torch.cuda.get_rng_state, _cuda_devices(of)))
 
 
-def _set_states(states: tuple[Any, ...], devices: Sequence[int]) -> None:
-    torch.set_rng_state(states[0])
-    for device, state in zip(devices, states[1:], strict=True):
-        torch.cuda.set_rng_state(state, device)
+def _cuda_devices(of: Sequence[Any]) -> list[int]:
+    return sorted({t.device.index for t in tensors_in(list(of)) if t.device.type == "cuda"})

@@ -6,18 +6,19 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from glue_compiler import compat
+from glue_compiler.compat import dynamo
 from glue_compiler.fx.operators import Operators
 from glue_compiler.fx.value_numbering import number_values
-from glue_compiler.graph_pass import GraphPass, Numerics, PassContext, PassResult
 from glue_compiler.passes.chunk_loss.analysis import Settings, may_have_losses, plan_losses
 from glue_compiler.passes.chunk_loss.write import apply_plan
+from glue_compiler.pipeline.graph_pass import GraphPass, PassContext, PassResult
+from glue_compiler.pipeline.results import Numerics
 
 
 def _why_logits_are_kept(context: PassContext) -> str | None:
     if context.options.logits == "kept":
         return "the option says logits='kept'"
-    if compat.is_piece_for_ddp():
+    if dynamo.is_piece_for_ddp():
         return "DDP has cut the graph into pieces; torch._dynamo.config.optimize_ddp = False would leave it whole"
     return None
 
@@ -40,9 +41,9 @@ class ChunkLoss(GraphPass):
             return PassResult(changed=False)
         operators = Operators(number_values(graph, context.effects), context.effects)
         settings = Settings(_why_logits_are_kept(context), context.shape_env)
-        plan = plan_losses(operators.numbering, operators, settings)
+        plan = plan_losses(operators, settings)
         written = ((f"take the losses of {each.head.value.node.name}", each) for each in plan.replacements)
         plan.replacements = list(context.fuel.allowed(written))
-        counts, deferred = apply_plan(plan, operators, context.effects.fake_mode)
+        counts, deferred = apply_plan(plan, operators)
         skips = tuple(dict.fromkeys(plan.skips))
         return PassResult(bool(plan.replacements), dict(counts), skips, deferred=deferred)

@@ -9,39 +9,40 @@ from typing import Any
 import torch
 from torch import fx
 
-from glue_compiler.compat import upper_bound
 from glue_compiler.compat.graph_inputs import subclass_of
+from glue_compiler.compat.symbols import upper_bound
 from glue_compiler.fx import bodies
 from glue_compiler.fx.effects import EffectAnalysis
 from glue_compiler.fx.gradient_strides import strides_are_seen
 from glue_compiler.fx.index_operators import CONVERSIONS
-from glue_compiler.fx.operators import FOUND, Operators, Value
-from glue_compiler.fx.value_numbering import Numbering, Scope
-from glue_compiler.fx.values import expression, is_plain, requires_grad, source_line, storages_of, value_of
-from glue_compiler.graph_pass import Skip
+from glue_compiler.fx.operators import UNTRACKED, Operators, Value
+from glue_compiler.fx.value_numbering import Scope
+from glue_compiler.fx.values import expression, is_plain, requires_grad, storages_of, value_of
 from glue_compiler.ops.loss_costs import pays
 from glue_compiler.passes.chunk_loss.groups import Group, groups_of
 from glue_compiler.passes.chunk_loss.heads import Head, operands_of, read_head
 from glue_compiler.passes.chunk_loss.losses import Site
-from glue_compiler.passes.chunk_loss.row_steps import is_row_operator
+from glue_compiler.passes.chunk_loss.row_steps import NotALoss, is_row_operator
 from glue_compiler.passes.chunk_loss.uses import OtherUse, Uses, dead_nodes, uses_of
-from glue_compiler.passes.chunk_loss.wide_values import NotALoss, Wide
+from glue_compiler.passes.chunk_loss.wide_values import Wide
+from glue_compiler.pipeline.results import Skip
 
 aten = torch.ops.aten
 
 _LOSSES = (aten.cross_entropy_loss, aten.nll_loss_nd, aten.nll_loss, aten.nll_loss2d)
-_ENDS = (*_LOSSES, aten.log_softmax, aten.special_log_softmax, aten.logsumexp)
-"""Operators that say that what they are given are logits."""
+_ENDS = (*_LOSSES, aten.log_softmax, aten.logsumexp, aten.log)
+"""Operators that say that what they are given are logits, or made of logits."""
 _PASSED = (
     *CONVERSIONS,
     aten.tanh,
     aten.neg,
     aten.mul,
     aten.div,
-    aten.true_divide,
     aten.log_softmax,
-    aten.special_log_softmax,
     aten.softmax,
+    aten.exp,
+    aten.sum,
+    aten.gather,
 )
 
 
@@ -66,7 +67,7 @@ class Replacement:
 
 
 @dataclass
-class Plan:
+class LossPlan:
     replacements: list[Replacement] = field(default_factory=list)
     skips: list[Skip] = field(default_factory=list)
 
@@ -90,10 +91,10 @@ def may_have_losses(gm: fx.GraphModule, effects: EffectAnalysis) -> bool:
     return False
 
 
-def plan_losses(numbering: Numbering, operators: Operators, settings: Settings) -> Plan:
+def plan_losses(operators: Operators, settings: Settings) -> LossPlan:
     """Plan for a graph and the bodies in it. Reads only."""
-    plan = Plan()
-    for scope in numbering.scopes:
+    plan = LossPlan()
+    for scope in operators.numbering.scopes:
         dead: set[fx.Node] | None = None
         order = {node: place for place, node in enumerate(scope.module.graph.nodes)}
         for head in _heads(scope, operators, plan):
@@ -101,17 +102,17 @@ def plan_losses(numbering: Numbering, operators: Operators, settings: Settings) 
             try:
                 plan.replacements.append(_replacement(head, scope, operators, settings, dead, order))
             except OtherUse as use:
-                plan.skips.append(_skip(use.node, f"its logits are used {use}"))
+                plan.skips.append(Skip.at(use.node, f"its logits are used {use}"))
             except NotALoss as reason:
-                plan.skips.append(_skip(head.value.node, str(reason)))
+                plan.skips.append(Skip.at(head.value.node, str(reason)))
     return plan
 
 
-def _heads(scope: Scope, operators: Operators, plan: Plan) -> Iterator[Head]:
+def _heads(scope: Scope, operators: Operators, plan: LossPlan) -> Iterator[Head]:
     """The products whose results end in losses; of losses that end none, the plan is told."""
     seen: set[Value] = set()
     for node in scope.module.graph.nodes:
-        if not node.op.startswith("call_") or not operators.is_made_of(node, _ENDS):
+        if not node.op.startswith("call_") or not operators.dispatches(node, _ENDS):
             continue
         for call in operators.calls(node) or ():
             if call.operator not in _ENDS:
@@ -119,7 +120,7 @@ def _heads(scope: Scope, operators: Operators, plan: Plan) -> Iterator[Head]:
             found = _behind(call.arguments["self"], operators)
             head = read_head(found, operators) if found is not None else None
             if head is None and call.operator in _LOSSES:
-                plan.skips.append(_skip(node, _why_no_head(found, operators)))
+                plan.skips.append(Skip.at(node, _why_no_head(found, operators)))
             if head is not None and head.value not in seen and _holds(head, scope):
                 seen.add(head.value)
                 yield head
@@ -140,7 +141,7 @@ def _why_no_head(value: Value | None, operators: Operators) -> str:
     call = operators.does(value) if value is not None else None
     if value is not None and not isinstance(operators.meta(value).shape[-1], int):
         return "how many classes there are is not known when the graph is compiled"
-    if value is not None and (value.step == FOUND or (call is not None and call.written)):
+    if value is not None and (value.step == UNTRACKED or (call is not None and call.written)):
         return "what it is a loss of was written in place"
     by = f"made by {str(call.operator).replace('aten.', '')}" if call is not None else "not made in this graph"
     return f"what it is a loss of is {by}, and not by a product of rows with a plain weight"
@@ -266,7 +267,3 @@ def _is_contiguous(tensor: torch.Tensor) -> bool:
             return False
         step = step * expression(size)
     return True
-
-
-def _skip(node: fx.Node, reason: str) -> Skip:
-    return Skip(reason, node.name, source_line(node))

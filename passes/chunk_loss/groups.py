@@ -21,6 +21,7 @@ class Fused:
     """``site``, a cross entropy, by ``linear_cross_entropy``, and ``predictions`` of the same rows."""
 
     site: Site
+    scores: Scores
     predictions: list[Site] = field(default_factory=list)
 
     @property
@@ -56,7 +57,7 @@ def groups_of(sites: Sequence[Site], operators: Operators, order: Mapping[fx.Nod
     grouping = _Grouping(operators, order)
     for site in sites:
         if site.loss is not None and site.loss.reduction != "none" and not grouping.is_mixed(site, sites):
-            grouping.fused.append(Fused(site))
+            grouping.fused.append(Fused(site, scores_of(site.wide.steps)))
         elif site.target is not None:
             grouping.add(site)
     for site in sites:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -56,49 +56,43 @@ class Head:
     device: torch.device
 
 
-@dataclass
-class _Reading:
-    operators: Operators
-    inside: list[Value] = field(default_factory=list)
-
-
 def read_head(value: Value, operators: Operators) -> Head | None:
     """The head whose sum ``value`` is; None if it is made in another way."""
     meta = operators.meta(value)
-    reading = _Reading(operators)
+    inside: list[Value] = []
     if not meta.dtype.is_floating_point or not meta.rank or not isinstance(meta.shape[-1], int):
         return None
-    terms = _terms(value, reading)
+    terms = _terms(value, operators, inside)
     if not terms:
         return None
     shapes = {operators.meta(term.rows).shape[:-1] for term in terms}
     if shapes != {meta.shape[:-1]}:
         return None
-    return Head(value, tuple(terms), tuple(dict.fromkeys(reading.inside)), meta.shape[-1], meta.device)
+    return Head(value, tuple(terms), tuple(dict.fromkeys(inside)), meta.shape[-1], meta.device)
 
 
-def _terms(value: Any, reading: _Reading) -> list[Term] | None:
-    operators = reading.operators
-    if not operators.is_tensor(value) or (call := operators.does(value)) is None:
+def _terms(value: Any, operators: Operators, inside: list[Value]) -> list[Term] | None:
+    """``inside`` gets the values between the operands and ``value``."""
+    if not operators.is_tensor(value) or (call := operators.does(value)) is None or call.written:
         return None
     found: list[Term] | None = None
     match call:
         case Call(aten.add, {"self": Value() as first, "other": Value() as second, "alpha": 1}):
-            left, right = _terms(first, reading), _terms(second, reading)
+            left, right = (_terms(each, operators, inside) for each in (first, second))
             if left and right:
                 found = left + right
             elif left or right:
                 found = _with_bias(left or right or [], second if left else first, operators)
-        case Call(aten.mul | aten.multiply, {"self": first, "other": second}):
+        case Call(aten.mul, {"self": first, "other": second}):
             product, factor = (first, second) if isinstance(first, Value) else (second, first)
-            terms = _terms(product, reading) if is_factor(factor) else None
+            terms = _terms(product, operators, inside) if is_factor(factor) else None
             if terms and len(terms) == 1 and terms[0].scale is None:
                 found = [replace(terms[0], scale=float(factor))]
         case _:
             term = _product(value, call, operators)
             found = [term] if term is not None else None
     if found:
-        reading.inside.append(value)
+        inside.append(value)
     return found
 
 
@@ -124,8 +118,8 @@ def _product(value: Value, call: Call, operators: Operators) -> Term | None:
     match call:
         case Call(aten.linear, {"input": rows, "weight": weight, "bias": bias}):
             is_transposed = False
-        case Call(aten.matmul | aten.mm, {"self": rows} as given):
-            weight, is_transposed = given["other"] if "other" in given else given["mat2"], True
+        case Call(aten.matmul, {"self": rows, "other": weight}):
+            is_transposed = True
         case Call(aten.addmm, {"self": bias, "mat1": rows, "mat2": weight, "beta": 1, "alpha": 1}):
             is_transposed = True
         case Call(aten.einsum, {"equation": str() as equation, "tensors": (first, second)}):
@@ -143,6 +137,8 @@ def _product(value: Value, call: Call, operators: Operators) -> Term | None:
     if of_weight.rank != 2 or of_rows.rank < 1 or of_value.shape[:-1] != of_rows.shape[:-1]:
         return None
     if bias is not None and operators.meta(bias).shape != of_value.shape[-1:]:
+        return None
+    if of_rows.shape[-1] != of_weight.shape[not is_transposed]:  # einsum repeats a size of one
         return None
     if {each.device for each in (of_rows, of_weight)} != {of_value.device}:
         return None
@@ -168,10 +164,6 @@ def _untransposed(matrix: Matrix, operators: Operators) -> Matrix:
     """The matrix in memory of which this one is a transposed view."""
     while operators.passes_gradients(matrix.value.node):
         match operators.does(matrix.value):
-            case Call(aten.t | aten.numpy_T | aten.mT, {"self": source}):
-                pass
-            case Call(aten.transpose, {"self": source, "dim0": first, "dim1": second}) if (first - second) % 2:
-                pass
             case Call(aten.permute, {"self": source, "dims": dims}) if tuple(dim % 2 for dim in dims) == (1, 0):
                 pass
             case _:

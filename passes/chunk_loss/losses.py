@@ -10,7 +10,8 @@ import torch
 from torch import fx
 
 from glue_compiler.fx.operators import Call, Operators, Value
-from glue_compiler.passes.chunk_loss.wide_values import NotALoss, Wide, is_over_classes
+from glue_compiler.passes.chunk_loss.row_steps import NotALoss
+from glue_compiler.passes.chunk_loss.wide_values import OF_ENTROPY, Wide, is_over_classes
 
 aten = torch.ops.aten
 
@@ -80,7 +81,7 @@ def site_of(call: Call, node: fx.Node, step: int, wide: Mapping[Value, Wide], op
             if isinstance(given["dim"], int) and is_over_classes(given["dim"], taken, rank):
                 _require_one_class(index, source, taken, operators)
                 site = Site("gather", value, taken, index, True)
-        case aten.logsumexp | aten.special_logsumexp if taken.form == "logits":
+        case aten.logsumexp if taken.form == "logits":
             if is_over_classes(given["dim"], taken, rank):
                 site = Site("logsumexp", value, taken, None, given["keepdim"])
         case aten.sum | aten.mean if given.get("dim") is not None and is_over_classes(given["dim"], taken, rank):
@@ -100,9 +101,9 @@ def site_of(call: Call, node: fx.Node, step: int, wide: Mapping[Value, Wide], op
         return None
     if any(other in wide for other in others):
         raise NotALoss("it takes them twice")
-    if site.kind == "argmax" and (taken.form in ("p_log_p", "p_logits") or taken.factor <= 0):
+    if site.kind == "argmax" and (taken.form in OF_ENTROPY or taken.factor <= 0):
         raise NotALoss("the largest of other numbers than logits")
-    if taken.form in ("p_log_p", "p_logits") and site.kind not in ("sum", "mean"):
+    if taken.form in OF_ENTROPY and site.kind not in ("sum", "mean"):
         raise NotALoss("probabilities times logarithms that are not added up")
     return site
 

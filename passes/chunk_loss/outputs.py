@@ -22,15 +22,12 @@ def defer_outputs_of(replacement: Replacement, operands: Operands, keeps: int) -
         return ()
     writer, graph = operands.writer, replacement.scope.module.graph
     returned = _Returned(graph, keeps)
-    writer.make.mode, writer.make.meta = writer.operators.mode(returned.node), {}
-    found = []
-    for output in replacement.outputs:
-        with graph.inserting_before(returned.node):
-            found.append(_deferred(output, replacement, operands, returned))
+    with writer.make.before(returned.node, writer.operators.mode(returned.node)):
+        found = tuple(_deferred(output, replacement, operands, returned) for output in replacement.outputs)
     for output in replacement.outputs:
         returned.values[output.position] = None
     returned.write()
-    return tuple(found)
+    return found
 
 
 @dataclass

@@ -13,7 +13,7 @@ from torch import fx
 
 from glue_compiler.errors import GlueInvariantError
 from glue_compiler.fx.node_maker import NodeMaker
-from glue_compiler.fx.operators import FOUND, Operators, Value
+from glue_compiler.fx.operators import UNTRACKED, Operators, Value
 from glue_compiler.fx.values import Symbolic, expression, value_of
 from glue_compiler.passes.chunk_loss.row_steps import RowStep
 
@@ -22,10 +22,9 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class RowWriter:
-    """Writes into one graph, before ``make``'s place of insertion."""
+    """Writes where ``make`` does."""
 
     make: NodeMaker
-    graph: fx.Graph
     operators: Operators
     replaced: dict[fx.Node, fx.Node]
     """What took the place of nodes that are gone."""
@@ -44,7 +43,7 @@ class RowWriter:
             return node
         unknown = [size for size in shape if not isinstance(size, int)] if 0 not in shape else []
         sizes = [-1 if unknown and size is unknown[0] else self.size(size, node) for size in shape]
-        return self.make.call(self.graph, aten.reshape.default, node, sizes)
+        return self.make.call(aten.reshape.default, node, sizes)
 
     def size(self, number: Any, near: fx.Node) -> Any:
         """An int, or a node of the size that is the expression ``number``; ``near`` is a tensor that may have it."""
@@ -52,8 +51,8 @@ class RowWriter:
             return int(number)
         for dim, size in enumerate(value_of(near).shape):
             if expression(size) == number:
-                return self.make.size(self.graph, near, dim)
-        for node in self.graph.find_nodes(op="placeholder"):
+                return self.make.size(near, dim)
+        for node in self.make.graph.find_nodes(op="placeholder"):
             found = value_of(node)
             if isinstance(found, Symbolic) and expression(found) == number:
                 return node
@@ -62,17 +61,17 @@ class RowWriter:
                 parts = [self.size(part, near) for part in number.args]
                 total = parts[0]
                 for part in parts[1:]:
-                    total = self.make.call(self.graph, target, total, part)
+                    total = self.make.call(target, total, part)
                 return total
-        for node in self.graph.find_nodes(op="placeholder"):
+        for node in self.make.graph.find_nodes(op="placeholder"):
             shape = value_of(node).shape if isinstance(value_of(node), torch.Tensor) else ()
             for dim, size in enumerate(shape):
                 if expression(size) == number:
-                    return self.make.size(self.graph, node, dim)
+                    return self.make.size(node, dim)
         raise GlueInvariantError(f"no node has the size {number}")
 
     def node(self, value: Value) -> fx.Node:
-        found = value.node if value.step == FOUND else self.operators.node_of(value)
+        found = value.node if value.step == UNTRACKED else self.operators.node_of(value)
         assert found is not None, "analysis asks for a node of each operand"
         while found in self.replaced:
             found = self.replaced[found]
@@ -85,11 +84,11 @@ class RowWriter:
             sizes = tuple(map(expression, value_of(node).shape))
             return self.reshaped(node, (*step.arguments, *(sizes[dim] for dim in tail)))
         if step.kind == "permute":
-            return self.make.call(self.graph, aten.permute.default, node, [*step.arguments, *tail])
+            return self.make.call(aten.permute.default, node, [*step.arguments, *tail])
         arguments = [self._argument(argument, node) for argument in step.arguments]
-        found = self.make.call(self.graph, step.operator, node, *arguments)
+        found = self.make.call(step.operator, node, *arguments)
         if isinstance(value_of(found), tuple | list):
-            return self.make.call(self.graph, operator.getitem, found, step.leaf)
+            return self.make.call(operator.getitem, found, step.leaf)
         return found
 
     def _argument(self, argument: Any, near: fx.Node) -> Any:

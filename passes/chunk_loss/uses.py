@@ -15,7 +15,8 @@ from glue_compiler.fx.value_numbering import Scope
 from glue_compiler.fx.values import leaves, requires_grad, tensors_in, value_of
 from glue_compiler.passes.chunk_loss.heads import Head
 from glue_compiler.passes.chunk_loss.losses import Site, site_of
-from glue_compiler.passes.chunk_loss.wide_values import Known, NotALoss, Wide, wide_result
+from glue_compiler.passes.chunk_loss.row_steps import NotALoss
+from glue_compiler.passes.chunk_loss.wide_values import Known, Wide, wide_result
 
 aten = torch.ops.aten
 _SIZES = (

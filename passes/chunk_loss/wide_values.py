@@ -10,22 +10,20 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from glue_compiler.deferred.head import Step
+from glue_compiler.deferred.head import Elementwise
 from glue_compiler.fx.index_operators import CONVERSIONS
 from glue_compiler.fx.operators import Call, Operators, Value
 from glue_compiler.passes.chunk_loss.heads import is_factor
-from glue_compiler.passes.chunk_loss.row_steps import NotARowStep, RowStep, row_step
+from glue_compiler.passes.chunk_loss.row_steps import NotALoss, RowStep, row_step
 
 aten = torch.ops.aten
 
-Form = Literal["logits", "log_probabilities", "probabilities", "p_log_p", "p_logits"]
-"""``p_log_p``: probabilities times their logarithms; ``p_logits``: times the logits."""
-_Linear: tuple[Form, ...] = ("log_probabilities", "p_log_p", "p_logits")
+Form = Literal["logits", "log_probabilities", "probabilities", "p_log_p", "p_logits", "entr"]
+"""``p_log_p``: probabilities times their logarithms; ``p_logits``: times the logits; ``entr``: times minus their
+logarithms, and 0 for none."""
+OF_ENTROPY: tuple[Form, ...] = ("p_log_p", "p_logits", "entr")
+_Linear: tuple[Form, ...] = ("log_probabilities", *OF_ENTROPY)
 """Forms that carry a factor."""
-
-
-class NotALoss(Exception):
-    """A use of logits that a loss without logits cannot serve; the message says which."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,7 @@ class Wide:
     """
 
     form: Form
-    steps: tuple[Step, ...]
+    steps: tuple[Elementwise, ...]
     path: tuple[RowStep, ...]
     classes: int
     dtype: torch.dtype
@@ -81,10 +79,7 @@ def wide_result(call: Call, value: Value, known: Known) -> Wide | None:
     source = call.arguments.get("self")
     found: Wide | None = None
     if isinstance(source, Value) and (wide := known.wide.get(source)) is not None:
-        try:
-            step = row_step(call, wide.classes, value, operators)
-        except NotARowStep as reason:
-            raise NotALoss(str(reason)) from None
+        step = row_step(call, wide.classes, value, operators)
         if step is not None:
             path = wide.path if step[0] is None else (*wide.path, step[0])
             is_detached = wide.is_detached or call.operator is aten.detach
@@ -109,38 +104,36 @@ def _of_one(call: Call, wide: Wide, rank: int, value: Value, operators: Operator
     match call.operator:
         case operator if operator in CONVERSIONS:
             dtype = operators.meta(value).dtype
-            step = Step("cast", dtype=dtype)
+            step = Elementwise("cast", dtype=dtype)
             return replace(wide, steps=(*wide.steps, step)) if wide.form == "logits" else wide
         case aten.tanh if wide.form == "logits":
             if any(step.kind == "tanh" for step in wide.steps):
                 raise NotALoss("they are capped twice")
-            return replace(wide, steps=(*wide.steps, Step("tanh")))
-        case aten.neg | aten.negative:
+            return replace(wide, steps=(*wide.steps, Elementwise("tanh")))
+        case aten.neg:
             return _scaled(wide, "multiply", -1.0)
-        case aten.div | aten.divide | aten.true_divide:
-            if is_factor(given["other"]) and given.get("rounding_mode") is None:
-                return _scaled(wide, "divide", float(given["other"]))
-        case aten.mul | aten.multiply:
+        case aten.mul:
             if is_factor(given["other"]):
-                return _scaled(wide, "multiply", float(given["other"]))
-        case aten.log_softmax | aten.special_log_softmax if wide.form == "logits":
+                # As the graph has it: a product with the inverse would round in another way.
+                is_quotient = call.recorded.overload.overloadpacket is aten.div
+                factor = call.recorded.arguments["other"] if is_quotient else given["other"]
+                return _scaled(wide, "divide" if is_quotient else "multiply", float(factor))
+        case aten.log_softmax if wide.form == "logits":
             if is_over_classes(given["dim"], wide, rank):
                 return replace(wide, form="log_probabilities")
-        case aten.softmax | aten.special_softmax if wide.form == "logits":
+        case aten.softmax if wide.form == "logits":
             if is_over_classes(given["dim"], wide, rank):
                 return replace(wide, form="probabilities")
         case aten.exp if wide.form == "log_probabilities" and wide.factor == 1.0:
             return replace(wide, form="probabilities")
         case aten.special_entr if wide.form == "probabilities":
-            return replace(wide, form="p_log_p", factor=-1.0)
-        case _:
-            pass
+            return replace(wide, form="entr")
     return None
 
 
 def _scaled(wide: Wide, kind: Literal["multiply", "divide"], factor: float) -> Wide | None:
     if wide.form == "logits":
-        return replace(wide, steps=(*wide.steps, Step(kind, factor)))
+        return replace(wide, steps=(*wide.steps, Elementwise(kind, factor)))
     if wide.form in _Linear:
         return replace(wide, factor=wide.factor * factor if kind == "multiply" else wide.factor / factor)
     return None
@@ -148,7 +141,7 @@ def _scaled(wide: Wide, kind: Literal["multiply", "divide"], factor: float) -> W
 
 def _of_two(call: Call, known: Known, is_off: bool) -> Wide | None:
     match call:
-        case Call(aten.mul | aten.multiply, {"self": Value() as first, "other": Value() as second}):
+        case Call(aten.mul, {"self": Value() as first, "other": Value() as second}):
             left, right = known.wide.get(first), known.wide.get(second)
             for one, other in ((left, right), (right, left)):
                 if one is None or other is None or one.form != "probabilities" or not one.is_of(other):
@@ -158,12 +151,10 @@ def _of_two(call: Call, known: Known, is_off: bool) -> Wide | None:
                     raise NotALoss("gradients pass through one factor alone")
                 if other.form in forms:
                     return replace(other, form=forms[other.form])
-        case Call(aten.sub | aten.subtract, {"self": Value() as scores, "other": Value() as total, "alpha": 1}):
+        case Call(aten.add, {"self": Value() as scores, "other": Value() as total, "alpha": -1}):
             wide = known.wide.get(scores)
             if wide is not None and wide.form == "logits" and _is_total(total, wide, known, is_off):
                 return replace(wide, form="log_probabilities")
-        case _:
-            pass
     return None
 
 
@@ -174,8 +165,6 @@ def _is_total(value: Value, wide: Wide, known: Known, is_off: bool) -> bool:
         case Call(aten.unsqueeze, {"self": Value() as total, "dim": dim}) as call:
             if dim % known.operators.meta(value).rank == wide.classes:
                 is_cut, keepdim, value = not known.passes_gradients(call.node), False, total
-        case _:
-            pass
     if value not in known.totals:
         return False
     of, kept, is_detached = known.totals[value]
@@ -191,15 +180,16 @@ class Scores:
     softcap: float
 
 
-def scores_of(steps: tuple[Step, ...]) -> Scores:
+def scores_of(steps: tuple[Elementwise, ...]) -> Scores:
     """What ``steps`` come to, casts aside."""
-    scale, softcap = 1.0, 0.0
+    scale = 1.0
+    softcap: float | None = None
     for step in steps:
         if step.kind == "tanh":
             softcap = 1.0
         elif step.factor is not None:
             factor = step.factor if step.kind == "multiply" else 1 / step.factor
-            scale, softcap = (scale, softcap * factor) if softcap else (scale * factor, softcap)
-    if not (math.isfinite(scale) and math.isfinite(softcap)):
-        raise NotALoss("they are multiplied with a number that is not finite")
-    return Scores(scale, softcap)
+            scale, softcap = (scale * factor, None) if softcap is None else (scale, softcap * factor)
+    if not math.isfinite(scale) or (softcap is not None and not is_factor(softcap)):
+        raise NotALoss("they are multiplied with a number that is not finite, or by so little that they are zero")
+    return Scores(scale, softcap or 0.0)

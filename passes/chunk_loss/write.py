@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -16,28 +17,25 @@ from glue_compiler.fx.dead_nodes import erase_dead
 from glue_compiler.fx.node_maker import NodeMaker
 from glue_compiler.fx.operators import Operators
 from glue_compiler.fx.values import expression, requires_grad, value_of
-from glue_compiler.passes.chunk_loss.analysis import Plan, Replacement
+from glue_compiler.passes.chunk_loss.analysis import LossPlan, Replacement
 from glue_compiler.passes.chunk_loss.groups import Fused, Group, Statistics
 from glue_compiler.passes.chunk_loss.losses import Site
 from glue_compiler.passes.chunk_loss.operands import Operands
 from glue_compiler.passes.chunk_loss.outputs import defer_outputs_of
 from glue_compiler.passes.chunk_loss.row_nodes import RowWriter
 from glue_compiler.passes.chunk_loss.site_formulas import SiteFormula
-from glue_compiler.passes.chunk_loss.wide_values import scores_of
 
 aten, _glue = torch.ops.aten, torch.ops.glue
 
 
-def apply_plan(plan: Plan, operators: Operators, fake_mode: Any) -> tuple[Counter[str], tuple[DeferredOutput, ...]]:
+def apply_plan(plan: LossPlan, operators: Operators) -> tuple[Counter[str], tuple[DeferredOutput, ...]]:
     """Rewrite all losses; returns what was done, and the outputs of the graph that are deferred."""
     counts: Counter[str] = Counter()
     deferred: list[DeferredOutput] = []
     replaced: dict[fx.Node, fx.Node] = {}
     returned = {each.scope: len(each.scope.module.graph.output_node().args[0]) for each in plan.replacements}  # type: ignore[arg-type]
     for replacement in plan.replacements:
-        writer = _Writer(
-            replacement, RowWriter(NodeMaker(fake_mode), replacement.scope.module.graph, operators, replaced)
-        )
+        writer = _Writer(replacement, RowWriter(NodeMaker(operators.analysis.fake_mode), operators, replaced))
         writer.write_sizes()
         order = {node: place for place, node in enumerate(replacement.scope.module.graph.nodes)}
         for group in sorted(replacement.groups, key=lambda group: min(order[site.node] for site in group.sites)):
@@ -58,7 +56,7 @@ class _Writer:
 
     def __init__(self, replacement: Replacement, rows: RowWriter) -> None:
         self.replacement = replacement
-        self.rows, self.make, self.graph, self.operators = rows, rows.make, rows.graph, rows.operators
+        self.rows, self.make, self.operators = rows, rows.make, rows.operators
         self.operands = Operands(replacement.head, self.rows)
         self.results: dict[Site, fx.Node] = {}
 
@@ -66,8 +64,7 @@ class _Writer:
         """Sizes that were read of the logits, or of what is made of them, are read elsewhere."""
         near = self.rows.node(self.replacement.head.terms[0].rows)
         for node in self.replacement.uses.sizes:
-            self._stand_before(node)
-            with self.graph.inserting_before(node):
+            with self._before(node):
                 found = value_of(node)
                 taken: Any
                 if isinstance(found, tuple | list):
@@ -77,15 +74,13 @@ class _Writer:
             _replace_uses(node, taken)
 
     def write_group(self, first: Site, group: Group) -> None:
-        self._stand_before(first.node)
-        with self.graph.inserting_before(first.node):
+        with self._before(first.node):
             if isinstance(group, Fused):
                 self._write_fused(group)
                 return
             formula = self._write_statistics(group)
         for site in group.sites:
-            self._stand_before(site.node)
-            with self.graph.inserting_before(site.node):
+            with self._before(site.node):
                 self.results[site] = formula.result(site)
 
     def replace(self, site: Site) -> None:
@@ -103,9 +98,8 @@ class _Writer:
         wide = [value.node for value in head.inside] + uses.nodes
         return [*wide, *uses.sizes, *(site.node for site in uses.sites), *sites, *uses.dead]
 
-    def _stand_before(self, node: fx.Node) -> None:
-        self.make.mode = self.operators.mode(node)
-        self.make.meta = {name: node.meta[name] for name in ("stack_trace", "nn_module_stack") if name in node.meta}
+    def _before(self, node: fx.Node) -> AbstractContextManager[None]:
+        return self.make.before(node, self.operators.mode(node), node)
 
     def _is_on(self, site: Site) -> bool:
         return not site.is_detached and self.operators.is_grad_on(site.node)
@@ -114,14 +108,12 @@ class _Writer:
         site = group.site
         assert site.loss is not None
         assert site.target is not None
-        scores = scores_of(site.wide.steps)
-        rows, weights, bias = self.operands.flat(site.wide.path, self.make.mode, site.is_detached)
+        rows, weights, bias = self.operands.flat(site.wide.path, site.is_detached)
         is_on = self._is_on(site)
         needs_grad = [is_on and each is not None and requires_grad(value_of(each)) for each in (*rows, *weights, bias)]
         weight = site.loss.class_weight
         target = self.rows.reshaped(self.rows.node(site.target), (_product(value_of(self.rows.node(site.target))),))
         both = self.make.call(
-            self.graph,
             _glue.linear_cross_entropy.default,
             rows,
             weights,
@@ -131,20 +123,20 @@ class _Writer:
             site.loss.reduction,
             site.loss.ignore_index,
             site.loss.label_smoothing,
-            scores.scale,
-            scores.softcap,
+            group.scores.scale,
+            group.scores.softcap,
             self.operators.meta(site.value).dtype,
             needs_grad,
             bool(group.predictions),
         )
-        self.results[site] = self.make.call(self.graph, operator.getitem, both, 0)
+        self.results[site] = self.make.call(operator.getitem, both, 0)
         if group.predictions:
-            found = self.make.call(self.graph, operator.getitem, both, 1)
-            lead = self.operands.lead(site.wide.path, self.make.mode, site.is_detached)
+            found = self.make.call(operator.getitem, both, 1)
+            lead = self.operands.lead(site.wide.path, site.is_detached)
             for each in group.predictions:
-                shaped = self.make.call(self.graph, aten.clone.default, self._shaped_as(found, lead))
+                shaped = self.make.call(aten.clone.default, self._shaped_as(found, lead))
                 if each.keepdim:
-                    shaped = self.make.call(self.graph, aten.unsqueeze.default, shaped, each.wide.classes)
+                    shaped = self.make.call(aten.unsqueeze.default, shaped, each.wide.classes)
                 self.results[each] = shaped
 
     def _shaped_as(self, node: fx.Node, rows: fx.Node) -> fx.Node:
@@ -152,10 +144,9 @@ class _Writer:
 
     def _write_statistics(self, group: Statistics) -> SiteFormula:
         formula = SiteFormula(group, self.rows, self.replacement.head.classes)
-        rows, weights, bias = self.operands.flat(group.path, self.make.mode, group.is_detached)
+        rows, weights, bias = self.operands.flat(group.path, group.is_detached)
         target = formula.flat_target()
         found = self.make.call(
-            self.graph,
             _glue.linear_row_statistics.default,
             rows,
             weights,
@@ -165,8 +156,9 @@ class _Writer:
             group.scores.softcap,
             group.dtype,
             list(formula.wants),
+            all(site.loss is not None for site in group.sites),
         )
-        formula.take(found, self.operands.lead(group.path, self.make.mode, group.is_detached))
+        formula.take(found, self.operands.lead(group.path, group.is_detached))
         return formula
 
 

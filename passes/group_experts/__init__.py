@@ -12,22 +12,18 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from glue_compiler import compat
+from glue_compiler.compat import versions
 from glue_compiler.fx import bodies
 from glue_compiler.fx.effects import EffectAnalysis
 from glue_compiler.fx.operators import Operators
 from glue_compiler.fx.value_numbering import number_values
 from glue_compiler.fx.values import unbacked_in, value_of
-from glue_compiler.graph_pass import GraphPass, Numerics, PassContext, PassResult
 from glue_compiler.passes.group_experts.decisions import Decisions
-from glue_compiler.passes.group_experts.fallback_products import (
-    fallback_products,
-    replace_fallback,
-    write_grouped_linear,
-)
+from glue_compiler.passes.group_experts.other_products import other_products, write_grouped_linear
 from glue_compiler.passes.group_experts.permuted_rows import may_take_rows
-from glue_compiler.passes.group_experts.torch_products import torch_products
 from glue_compiler.passes.group_experts.write_permuted_rows import replace_permuted_rows
+from glue_compiler.pipeline.graph_pass import GraphPass, PassContext, PassResult
+from glue_compiler.pipeline.results import Numerics
 
 
 class GroupExperts(GraphPass):
@@ -54,14 +50,10 @@ class GroupExperts(GraphPass):
         counts: Counter[str] = Counter()
         changed = [each.put_in(counts) for each in decided]
         for module in modules:
-            for node in fallback_products(module):
-                if context.fuel.take(f"replace {node.name}"):
-                    replace_fallback(module, node, context.effects)
-                    counts["fallbacks_replaced"] += 1
-            for node, operands in torch_products(module, context.effects) if context.options.kernels == "all" else ():
+            for node, operands, counted in other_products(module, context.effects, context.options.kernels):
                 if context.fuel.take(f"replace {node.name}"):
                     write_grouped_linear(module, node, operands, context.effects)
-                    counts["products_replaced"] += 1
+                    counts[counted] += 1
         if any(may_take_rows(node) for module in modules for node in module.graph.nodes):
             replace_permuted_rows(lambda: _operators_of(graph, modules, context.effects), context, counts)
         counts = +counts  # without zeros
@@ -76,7 +68,7 @@ def _decided(graph: fx.GraphModule, modules: list[fx.GraphModule], context: Pass
     operators = _operators_of(graph, modules, context.effects)
     decided = [Decisions(module, operators[module], context.fuel) for module in modules]
     # 2.11 cannot compile the backward of a checkpointed body in which numbers are read.
-    for each in decided if compat.version_at_least(2, 12) else decided[:1]:
+    for each in decided if versions.torch_version() >= (2, 12) else decided[:1]:
         each.add_row_indices()
     return decided
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from functools import cached_property
+from typing import Any
 
+import sympy
 from torch import fx
 
 from glue_compiler.fx import bodies
 from glue_compiler.fx.effects import Effects, Kind
 from glue_compiler.fx.modes import Mode
 from glue_compiler.fx.operators import Operators
-from glue_compiler.fx.values import StorageKey, storages_of, tensors_in, value_of
+from glue_compiler.fx.values import StorageKey, expression, storages_of, tensors_in, value_of
 from glue_compiler.passes.group_experts.counts import CountSums
 from glue_compiler.passes.group_experts.plan import LeftAlone
 from glue_compiler.passes.group_experts.row_sets import RowSets
@@ -92,6 +94,19 @@ class ReadGraph:
                 autograd = f"autograd ({mode.grad} here, {first.grad} before)"
                 what = "autocast" if mode.autocast != first.autocast else autograd
                 raise LeftAlone(f"the loop's body runs in more than one mode of {what}", node)
+
+
+def cannot_fail(check: fx.Node, counts: Collection[Any], most: Any) -> bool:
+    """Does ``check`` assert something that holds of each of ``counts``, numbers between 0 and ``most``?"""
+    given = check.args[0] if check.args else None
+    holds = expression(value_of(given)) if isinstance(given, fx.Node) else given
+    match holds:
+        case sympy.Ge():
+            return bool(holds.lhs in counts and holds.rhs.is_number and holds.rhs <= 0)
+        case sympy.Le():
+            room = holds.rhs - most
+            return bool(holds.lhs in counts and room.is_number and room >= 0)
+    return holds in (True, sympy.true)
 
 
 def _is_float(node: fx.Node) -> bool:

@@ -7,32 +7,13 @@ from typing import Any
 
 import torch
 
+from glue_compiler.fx.index_operators import CONVERSIONS
 from glue_compiler.fx.operators import Call, Operators, Value
 
 aten = torch.ops.aten
 
-COPIES = {
-    aten.to,
-    aten._to_copy,
-    aten.type_as,
-    aten.clone,
-    aten.contiguous,
-    aten.detach,
-    aten.detach_,
-    aten.alias,
-    aten.lift_fresh,
-}
+COPIES = {*CONVERSIONS, aten.clone, aten.detach, aten.alias, aten.lift_fresh}
 """Operators that give the numbers of ``self``, rounded to the dtype of the result."""
-
-SAME_ELEMENTS = {
-    aten.view.default,
-    aten.reshape.default,
-    aten._unsafe_view.default,
-    aten.flatten.using_ints,
-    aten.view_as.default,
-    aten.reshape_as.default,
-}
-"""Overloads that give the elements of ``self``, in their order, in another shape."""
 
 
 class Fill(enum.Enum):
@@ -42,11 +23,11 @@ class Fill(enum.Enum):
 
 
 _FILLS = {
-    **dict.fromkeys((aten.zeros, aten.zeros_like, aten.new_zeros), Fill.ZEROS),
+    **dict.fromkeys((aten.zeros, aten.zeros_like, aten.new_zeros, aten.zero), Fill.ZEROS),
     **dict.fromkeys((aten.ones, aten.ones_like, aten.new_ones), Fill.ONES),
     **dict.fromkeys((aten.empty, aten.empty_like, aten.new_empty), Fill.EMPTY),
 }
-_FULL = {aten.full, aten.full_like, aten.new_full}
+_FULL = {aten.full, aten.full_like, aten.new_full, aten.fill}
 
 
 def copied_from(operators: Operators, value: Any) -> Value | None:
@@ -55,24 +36,18 @@ def copied_from(operators: Operators, value: Any) -> Value | None:
     source = call.arguments.get("self") if call is not None else None
     if call is None or not isinstance(source, Value):
         return None
-    same = call.overload in SAME_ELEMENTS and operators.meta(source).shape == operators.meta(value).shape
+    same = call.overload is aten.view.default and operators.meta(source).shape == operators.meta(value).shape
     return source if same or call.operator in COPIES else None
-
-
-def without_aliases(operators: Operators, value: Value) -> Value:
-    """The tensor that ``value`` is another name of."""
-    while (call := operators.does(value)) is not None and call.operator in (aten.detach, aten.alias):
-        value = call.arguments["self"]
-    return value
 
 
 def fill_of(operators: Operators, value: Any) -> Fill | None:
     """What all elements of ``value`` are, if it is a new tensor."""
-    if not isinstance(value, Value):
-        return None
-    match operators.does(without_aliases(operators, value)):
+    call = operators.does(value) if isinstance(value, Value) else None
+    while call is not None and call.operator in (aten.detach, aten.alias):  # other names of one tensor
+        call = operators.does(call.arguments["self"])
+    match call:
         case Call(operator) if operator in _FILLS:
             return _FILLS[operator]
-        case Call(operator, {"fill_value": number}) if operator in _FULL and type(number) in (int, float):
-            return {0: Fill.ZEROS, 1: Fill.ONES}.get(number)
+        case Call(operator, {"fill_value": number} | {"value": number}) if operator in _FULL:
+            return {0: Fill.ZEROS, 1: Fill.ONES}.get(number) if type(number) in (int, float) else None
     return None

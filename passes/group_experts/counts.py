@@ -4,193 +4,145 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import sympy
 import torch
+from sympy.core.function import AppliedUndef
 from torch import fx
 
 from glue_compiler.fx.effects import Effects, Kind
+from glue_compiler.fx.index_expressions import IndexReader, Unreadable
+from glue_compiler.fx.index_numbers import as_number, of_dtype
+from glue_compiler.fx.index_operators import READERS, ElementReader
+from glue_compiler.fx.index_views import Index, NotAView
 from glue_compiler.fx.operators import Call, Operators, Value
+from glue_compiler.fx.reachable import reachable
 from glue_compiler.fx.values import Symbolic, expression, value_of
 from glue_compiler.passes.group_experts.copies import Fill, copied_from, fill_of
-from glue_compiler.passes.group_experts.row_sets import EXPERT, SLOT, TOKEN, Mask, RowSets, are_distinct
+from glue_compiler.passes.group_experts.row_sets import EXPERT, ONE, Mask, RowSets, are_distinct
 
 aten = torch.ops.aten
-Item = tuple[Value, int]
-"""``vector[index]``."""
-
 _INTEGERS = (torch.int32, torch.int64)
-_READS = (aten.item, aten._local_scalar_dense)
 COUNT_DTYPES = (torch.int32, torch.int64, torch.float32, torch.float64)
 """They hold every number of rows that a batch can have."""
 
 
-@dataclass(frozen=True)
-class CountSum:
-    """Where rows that are sorted begin or end: a constant plus items of vectors, each as often as it says beside it."""
+def _running_sum(reader: ElementReader, call: Call, value: Value, index: Index) -> Any:
+    if len(index) != 1 or not index[0].is_Integer:
+        raise NotAView("a sum along an unknown place")
+    before = [reader.read(value, (sympy.Integer(at),)) for at in range(index[0])]  # each from the one before
+    last = as_number(reader.operand(call.arguments["self"], index))
+    return of_dtype(last + before[-1] if before else last, reader.dtype(value), reader.largest)
 
-    constant: int = 0
-    items: frozenset[tuple[Item, int]] = frozenset()
 
-    def __add__(self, other: CountSum) -> CountSum:
-        total = dict(self.items)
-        for item, times in other.items:
-            total[item] = total.get(item, 0) + times
-        left = frozenset((item, times) for item, times in total.items() if times)
-        return CountSum(self.constant + other.constant, left)
+def _joined(reader: ElementReader, call: Call, value: Value, index: Index) -> Any:
+    at = index[0]
+    for part in call.arguments["tensors"] if len(index) == 1 and at.is_Integer else ():
+        size = reader.shape(part)[0]
+        if not isinstance(size, int):
+            break
+        if at < size:
+            return reader.read(part, (at,))
+        at -= size
+    raise NotAView("an item at an unknown place")
 
-    def __sub__(self, other: CountSum) -> CountSum:
-        return self + other.times(-1)
 
-    def times(self, factor: int) -> CountSum:
-        items = frozenset((item, times * factor) for item, times in self.items if factor)
-        return CountSum(self.constant * factor, items)
+def _padded(reader: ElementReader, call: Call, value: Value, index: Index) -> Any:
+    if call.arguments["pad"] != (1, 0) or call.arguments["value"] != 0 or len(index) != 1 or not index[0].is_Integer:
+        raise NotAView("another form of pad")
+    return reader.read(call.arguments["self"], (index[0] - 1,)) if index[0] else index[0]
 
-    @property
-    def is_constant(self) -> bool:
-        return not self.items
+
+class _Reader(IndexReader):
+    """Reads items of vectors at places that are numbers; what is found in written memory is a vector of its own."""
+
+    in_body = True
+    rules: ClassVar[Any] = {
+        **READERS,
+        aten.cumsum: _running_sum,
+        aten.cat: _joined,
+        aten.constant_pad_nd: _padded,
+    }
+
+    def require_known(self, value: Value) -> None:
+        if not self.operators.is_tensor(value):
+            raise Unreadable(f"'{value.node.name}' is no plain tensor")
 
 
 class CountSums:
-    """Reads numbers of a graph as sums of counts; equal vectors are one vector."""
+    """Reads numbers of a graph as sympy expressions of items of vectors, ``value7(2)``; equal vectors are one."""
 
     def __init__(self, operators: Operators, nodes: Iterable[fx.Node]) -> None:
         self._operators = operators
+        self._reader = _Reader(operators)
         self._read_in: dict[Any, fx.Node] = {}
         """Symbol → the node that reads it from a tensor."""
-        self._vectors: dict[Any, Value] = {}
-        self._known: dict[Any, CountSum | None] = {}
-        self._items: dict[Value, list[CountSum] | None] = {}
+        self._items: dict[Value, list[Any] | None] = {}
         for node in nodes:
             symbol = expression(value_of(node)) if isinstance(value_of(node), torch.SymInt) else None
             if isinstance(symbol, sympy.Symbol) and node.op.startswith("call_") and node in operators.numbering.numbers:
                 self._read_in.setdefault(symbol, node)
 
-    def of(self, value: Any) -> CountSum | None:
-        """An int, a sympy expression, a number's node, or a tensor of one integer; None for what is no sum of items."""
-        if type(value) is int or isinstance(value, sympy.Integer):
-            return CountSum(int(value))
+    def of(self, value: Any) -> Any:
+        """Of an int, a sympy expression, a number's node, or a tensor of one integer; None if others are in it."""
         if isinstance(value, fx.Node):
-            return self._of_node(value)
-        if not isinstance(value, Value | sympy.Basic):
+            number = value_of(value)
+            is_read = not isinstance(number, Symbolic) and value.op.startswith("call_")
+            value = self._operators.value(value) if is_read else expression(number)
+        if isinstance(value, Value):
+            return self._item(value, ())
+        if type(value) is not int and not isinstance(value, sympy.Expr):
             return None
-        if value not in self._known:
-            self._known[value] = None
-            self._known[value] = self._of_tensor(value) if isinstance(value, Value) else self._of_expression(value)
-        return self._known[value]
+        number = sympy.sympify(value)
+        known = {symbol: self._of_symbol(symbol) for symbol in number.free_symbols}
+        return sympy.expand(number.xreplace(known)) if None not in known.values() else None
 
-    def _of_node(self, node: fx.Node) -> CountSum | None:
-        number = value_of(node)
-        if isinstance(number, Symbolic):
-            return self.of(expression(number))
-        return self.of(self._operators.value(node)) if node.op.startswith("call_") else None
-
-    def _of_expression(self, number: sympy.Basic) -> CountSum | None:
-        """A sum of numbers that were read."""
-        if isinstance(number, sympy.Symbol):
-            return self._of_symbol(number)
-        symbols = sorted(number.free_symbols, key=str)
-        expanded = sympy.expand(number)
-        factors = [expanded.coeff(symbol) for symbol in symbols]
-        rest = sympy.expand(expanded - sum(f * s for f, s in zip(factors, symbols, strict=True)))
-        total = self.of(rest) if rest.is_Integer else None
-        for factor, symbol in zip(factors, symbols, strict=True):
-            each = self.of(symbol) if factor.is_Integer else None
-            total = total + each.times(int(factor)) if total is not None and each is not None else None
-        return total
-
-    def _of_symbol(self, symbol: Any) -> CountSum | None:
+    def _of_symbol(self, symbol: Any) -> Any:
         symbol = self._operators.numbering.equal_symbols.get(symbol, symbol)
         node = self._read_in.get(symbol)
         call = self._operators.does(self._operators.value(node)) if node is not None else None
-        read = call is not None and call.operator in _READS
-        return self.of(call.arguments["self"]) if call is not None and read else None
+        is_read = call is not None and call.operator in (aten.item, aten._local_scalar_dense)
+        return self.of(call.arguments["self"]) if call is not None and is_read else None
 
-    def _of_tensor(self, value: Value) -> CountSum | None:
-        if not self._operators.is_tensor(value):
+    def _item(self, value: Value, index: Index) -> Any:
+        is_tensor = self._operators.is_tensor(value) and self._operators.meta(value).rank == len(index)
+        if not is_tensor or self._operators.meta(value).dtype not in _INTEGERS:
             return None
-        meta = self._operators.meta(value)
-        if meta.rank != 0 or meta.dtype not in _INTEGERS:
+        try:
+            found = as_number(self._reader.read(value, index))
+        except (Unreadable, NotAView):
             return None
-        match self._operators.does(value):
-            case Call(aten.add, {"self": first, "other": second, "alpha": 1}):
-                before, after = self.of(first), self.of(second)
-                return before + after if before is not None and after is not None else None
-            case Call(aten.sub, {"self": first, "other": second, "alpha": 1}):
-                before, after = self.of(first), self.of(second)
-                return before - after if before is not None and after is not None else None
-            case Call(aten.select, {"self": vector, "dim": 0 | -1, "index": int(index)}):
-                return self._item(vector, index)
-            case Call(aten.unbind, {"self": vector, "dim": 0 | -1}):
-                return self._item(vector, value.leaf)
-        return self.of(copied_from(self._operators, value))
+        of_vectors = all(len(leaf.args) == 1 and leaf.args[0].is_Integer for leaf in found.atoms(AppliedUndef))
+        return found if of_vectors and not found.free_symbols else None
 
     # -- vectors
 
-    def _item(self, vector: Any, index: int) -> CountSum | None:
-        items = self.items(vector)
-        return items[index] if items is not None and -len(items) <= index < len(items) else None
-
-    def items(self, vector: Any) -> list[CountSum] | None:
+    def items(self, vector: Any) -> list[Any] | None:
         """All items of an integer vector of known length, or of a node that is one."""
         if isinstance(vector, fx.Node):
-            is_tensor = isinstance(value_of(vector), torch.Tensor) and vector.op.startswith("call_")
+            is_tensor = isinstance(value_of(vector), torch.Tensor) and vector.op != "output"
             vector = self._operators.value(vector) if is_tensor else None
-        if not self._is_vector(vector):
+        shape = self._operators.meta(vector).shape if self._operators.is_tensor(vector) else ()
+        if len(shape) != 1 or not isinstance(shape[0], int):
             return None
         if vector not in self._items:
-            self._items[vector] = self._items_of(vector)
-        return self._items[vector]
+            self._items[vector] = [self._item(vector, (sympy.Integer(at),)) for at in range(shape[0])]
+        items = self._items[vector]
+        return items if items is not None and None not in items else None
+
+    def vector(self, item: Any) -> tuple[Value, int] | None:
+        """The vector, and the place, of what is one of its items."""
+        if not isinstance(item, AppliedUndef):
+            return None
+        return self._reader.leaves[item.func.__name__], int(item.args[0])
 
     def holds_its_own(self, vector: fx.Node) -> bool:
         """Is a vector of integers made of no other's items?"""
-        items = self.items(vector)
-        return items is not None and items[:1] == [CountSum(0, frozenset([((self._operators.value(vector), 0), 1)]))]
-
-    def _is_vector(self, value: Any) -> bool:
-        if not self._operators.is_tensor(value):
-            return False
-        meta = self._operators.meta(value)
-        return meta.rank == 1 and meta.dtype in _INTEGERS and isinstance(meta.shape[0], int)
-
-    def _items_of(self, vector: Value) -> list[CountSum] | None:
-        length = self._operators.meta(vector).shape[0]
-        if fill_of(self._operators, vector) is Fill.ZEROS:
-            return [CountSum()] * length
-        if self._is_vector(source := copied_from(self._operators, vector)):
-            return self.items(source)
-        match self._operators.does(vector):
-            case Call(aten.cumsum, {"self": source, "dim": 0 | -1}) if self._is_vector(source):
-                return self._running_sums(source)
-            case Call(aten.cat | aten.concat | aten.concatenate, {"tensors": parts, "dim": 0 | -1}):
-                return self._joined(parts)
-            case Call(aten.pad | aten.constant_pad_nd, {"self": source, "pad": (1, 0)} as given) if (
-                given.get("mode", "constant") == "constant" and not given["value"]
-            ):
-                rest = self.items(source)
-                return None if rest is None else [CountSum(), *rest]
-        owner = self._vectors.setdefault(self._operators.number(vector), vector)
-        return [CountSum(0, frozenset([((owner, i), 1)])) for i in range(length)]
-
-    def _running_sums(self, source: Value) -> list[CountSum] | None:
-        items = self.items(source)
-        if items is None:
-            return None
-        sums: list[CountSum] = []
-        for item in items:
-            sums.append(sums[-1] + item if sums else item)
-        return sums
-
-    def _joined(self, parts: Iterable[Any]) -> list[CountSum] | None:
-        joined: list[CountSum] = []
-        for part in parts:
-            items = self.items(part)
-            if items is None:
-                return None
-            joined += items
-        return joined
+        found = self.vector((self.items(vector) or [None])[0])
+        number = self._operators.number
+        return found is not None and found[1] == 0 and number(found[0]) == number(self._operators.value(vector))
 
 
 @dataclass(frozen=True)
@@ -202,80 +154,43 @@ class Total:
     exact: bool
 
 
-class RowCounts:
-    """Reads vectors of counts."""
+def total_of(vector: Value, sets: RowSets) -> Total | None:
+    """What the counts in ``vector`` sum to; None if nothing is known."""
+    value: Value | None = vector
+    # A cast to a narrower dtype on the way would round or wrap.
+    while value is not None and sets.operators.meta(value).dtype in COUNT_DTYPES:
+        found = _total(value, sets)
+        if found is not None:
+            return found
+        value = copied_from(sets.operators, value)
+    return None
 
-    def __init__(self, sets: RowSets) -> None:
-        self._sets = sets
-        self._operators = sets.operators
 
-    def total(self, vector: Value) -> Total | None:
-        """None if nothing is known."""
-        value: Value | None = vector
-        # A cast to a narrower dtype on the way would round or wrap.
-        while value is not None and self._operators.meta(value).dtype in COUNT_DTYPES:
-            found = self._total(value)
-            if found is not None:
-                return found
-            value = copied_from(self._operators, value)
-        return None
-
-    def _total(self, value: Value) -> Total | None:
-        match self._operators.does(value):
-            case Call(aten.sum):
-                return self._total_of_sum(value)
-            case Call(aten.histc, {"self": ids, "bins": int()}):
-                # Whatever the bins are, each number is in one of them or in none.
-                return Total(self._numel(ids), exact=False)
-            case Call(aten.scatter_add | aten.scatter_add_, {"self": base, "dim": 0 | -1, "index": ids, "src": ones}):
-                return self._total_of_ones(base, ids, ones)
-            case Call(
-                aten.index_add | aten.index_add_,
-                {"self": base, "dim": 0 | -1, "index": ids, "source": ones, "alpha": 1},
-            ):
-                return self._total_of_ones(base, ids, ones)
-        return None
-
-    def _total_of_ones(self, base: Any, ids: Any, ones: Any) -> Total | None:
-        """A one added to zeros for each id."""
-        if self._fill(base) is not Fill.ZEROS or self._fill(ones) is not Fill.ONES or not isinstance(ids, Value):
-            return None
-        metas = [self._operators.meta(value) for value in (ids, ones)]
-        same = metas[0].rank == 1 and metas[0].shape == metas[1].shape
-        return Total(self._numel(ids), exact=True) if same else None
-
-    def _total_of_sum(self, total: Value) -> Total | None:
-        mask = counts_by_expert(total, self._sets)
-        if mask is not None:
-            # one_hot refuses ids that have no class, so each slot is counted once, unless slots were merged before.
-            exact = sum(axis in (TOKEN, SLOT) for axis in mask.axes) == self._operators.meta(mask.selected).rank
-            return Total(self._numel(mask.selected), exact) if mask.classes is not None else None
-        match self._operators.does(total):
-            case Call(aten.sum, {"self": Value() as counted, "dim": (0 | -2,), "keepdim": False}):
-                pass
-            case _:
+def _total(value: Value, sets: RowSets) -> Total | None:
+    operators = sets.operators
+    match operators.does(value):
+        case Call(aten.sum):
+            mask = counts_by_expert(value, sets)
+            if mask is None:
                 return None
-        while (source := copied_from(self._operators, counted)) is not None:
-            counted = source
-        return self._total_of_scatter(counted) if self._operators.meta(counted).rank == 2 else None
-
-    def _total_of_scatter(self, value: Value) -> Total | None:
-        """``zeros([tokens, E]).scatter(1, ids, 1)``: a token counts once for each expert that its slots name."""
-        call = self._operators.does(value)
-        if call is None or call.overload not in (aten.scatter.value, aten.scatter_.value):
-            return None
-        base, ids, given = call.arguments["self"], call.arguments["index"], call.arguments
-        if given["dim"] not in (1, -1) or given["value"] != 1 or not isinstance(ids, Value):
-            return None
-        if self._operators.meta(ids).rank != 2 or self._fill(base) is not Fill.ZEROS:
-            return None
-        return Total(self._numel(ids), exact=are_distinct(self._operators, ids))
-
-    def _fill(self, value: Any) -> Fill | None:
-        return fill_of(self._operators, value)
-
-    def _numel(self, value: Value) -> Any:
-        return math.prod(self._operators.meta(value).shape)
+            # one_hot refuses ids that have no class, so each slot is counted once, unless slots were merged before.
+            distinct = not mask.any_slot or are_distinct(operators, mask.selected)
+            return Total(math.prod(operators.meta(mask.selected).shape), distinct and mask.classes is not None)
+        case Call(aten.histc, {"self": ids, "bins": int()}):
+            # Whatever the bins are, each number is in one of them or in none.
+            return Total(math.prod(operators.meta(ids).shape), exact=False)
+        case Call(
+            aten.scatter_add, {"self": base, "dim": 0 | -1, "index": Value() as ids, "src": Value() as ones}
+        ) | Call(
+            aten.index_add,
+            {"self": base, "dim": 0 | -1, "index": Value() as ids, "source": Value() as ones, "alpha": 1},
+        ):
+            # A one is added to zeros for each id.
+            shape = operators.meta(ids).shape
+            is_count = (fill_of(operators, base), fill_of(operators, ones)) == (Fill.ZEROS, Fill.ONES)
+            is_count = is_count and len(shape) == 1 and shape == operators.meta(ones).shape
+            return Total(shape[0], exact=True) if is_count else None
+    return None
 
 
 def counts_by_expert(total: Any, sets: RowSets) -> Mask | None:
@@ -287,62 +202,51 @@ def counts_by_expert(total: Any, sets: RowSets) -> Mask | None:
     if call is None or call.overload is not aten.sum.dim_IntList or call.arguments["keepdim"]:
         return None
     mask = sets.mask(call.arguments["self"])
-    if mask is None or mask.expert is not None or not call.arguments["dim"]:
+    if mask is None or not call.arguments["dim"] or sets.operators.meta(total).dtype not in COUNT_DTYPES:
         return None
     summed = {dim % len(mask.axes) for dim in call.arguments["dim"]}
     kept = [axis for i, axis in enumerate(mask.axes) if i not in summed]
-    return mask if kept == [EXPERT] and sets.operators.meta(total).dtype in COUNT_DTYPES else None
+    # The only class of one_hot has a dimension of size one.
+    only = (mask.expert, mask.classes) == (0, 1) and kept == [ONE]
+    return mask if only or (kept == [EXPERT] and mask.expert is None) else None
 
 
+@dataclass
 class HostNumbers:
     """The numbers that the host reads from row counts: what lies between, and which of them only a loop needs.
 
-    Args:
+    Attributes:
         vector: of row counts.
         rows: a sympy expression, their sum, or its bound if not ``exact``.
     """
 
-    def __init__(
-        self,
-        sums: CountSums,
-        effects: dict[fx.Node, Effects],
-        vector: fx.Node,
-        rows: Any,
-        exact: bool,
-    ) -> None:
-        self._sums = sums
-        self._effects = effects
-        self._vector = vector
-        self._experts = value_of(vector).shape[0]
-        self._rows = rows
-        self._exact = exact
-        self._count_symbols: dict[int, Any] = {}
-        self._meaning: dict[Any, Any] = {}
-        self._not_negative: set[Any] = set()
+    sums: CountSums
+    effects: dict[fx.Node, Effects]
+    vector: fx.Node
+    rows: Any
+    exact: bool
+    _meaning: dict[Any, Any] = field(default_factory=dict)
+    _not_negative: set[Any] = field(default_factory=set)
 
     def trail(self, read: Iterable[fx.Node]) -> set[fx.Node]:
         """``read`` and all that lies between them and the counts, which are in it too."""
-        found = {self._vector}
-        waiting = list(read)
-        while waiting:
-            node = waiting.pop()
-            if node in found or not self._is_a_sum(node):
-                continue
-            found.add(node)
+
+        def operands(node: fx.Node) -> list[fx.Node]:
             self._learn(node)
-            waiting += node.all_input_nodes
-        return found
+            return list(filter(self._is_a_sum, node.all_input_nodes)) if node is not self.vector else []
+
+        return reachable([self.vector, *filter(self._is_a_sum, read)], operands)
 
     def _is_a_sum(self, node: fx.Node) -> bool:
         """Of items of the counts, or a vector of such sums."""
-        items = self._sums.items(node)
-        sums = items if items is not None else [self._sums.of(node)]
+        items = self.sums.items(node)
+        sums = items if items is not None else [self.sums.of(node)]
         # The counts themselves, under another name, are where the trail ends.
-        if items is not None and node is not self._vector and self._sums.holds_its_own(node):
+        if items is not None and node is not self.vector and self.sums.holds_its_own(node):
             return False
         return all(each is not None for each in sums)
 
-    def dead_ends(self, starts: Collection[fx.Node], lengths: Mapping[fx.Node, CountSum]) -> set[fx.Node]:
+    def dead_ends(self, starts: Collection[fx.Node], lengths: Mapping[fx.Node, Any]) -> set[fx.Node]:
         """What is computed from ``starts`` and has no effect: values without users, and checks that cannot fail.
 
         Args:
@@ -353,23 +257,15 @@ class HostNumbers:
         for tensor, length in lengths.items():
             size = expression(value_of(tensor).shape[0])
             if isinstance(size, sympy.Symbol):
-                self._meaning[size] = self._in_counts(length)
+                self._meaning[size] = length
         known: dict[fx.Node, bool] = {}
-        found: set[fx.Node] = set()
-        for start_node in starts:
-            for user in start_node.users:
-                if user not in starts and self._has_no_effect(user, known):
-                    found.add(user)
-        waiting = list(found)
-        while waiting:
-            new = [user for user in waiting.pop().users if user not in found]
-            found.update(new)
-            waiting += new
-        return found
+        users = {user for node in starts for user in node.users if user not in starts}
+        found = [user for user in users if self._has_no_effect(user, known)]
+        return reachable(found, lambda node: node.users)
 
     def _has_no_effect(self, node: fx.Node, known: dict[fx.Node, bool]) -> bool:
         if node not in known:
-            effects = self._effects[node]
+            effects = self.effects[node]
             self._learn(node)
             if effects.kind is Kind.ASSERT:
                 known[node] = self._cannot_fail(node.args[0] if node.args else None)
@@ -387,15 +283,8 @@ class HostNumbers:
             return
         if node.target is torch.ops.aten.sym_storage_offset.default:
             self._not_negative.add(symbol)
-        elif (found := self._sums.of(node)) is not None:
-            self._meaning[symbol] = self._in_counts(found)
-
-    def _in_counts(self, found: CountSum) -> Any:
-        """A sympy expression in one symbol for each count."""
-        return found.constant + sum(times * self._count(index) for (_, index), times in found.items)
-
-    def _count(self, index: int) -> Any:
-        return self._count_symbols.setdefault(index, sympy.Dummy(f"count_{index}", integer=True))
+        elif (found := self.sums.of(node)) is not None:
+            self._meaning[symbol] = found
 
     def _cannot_fail(self, check: Any) -> bool:
         """Is it a comparison that holds for any counts that are not negative and sum to the rows?"""
@@ -412,13 +301,13 @@ class HostNumbers:
         return False
 
     def _is_not_negative(self, number: Any) -> bool:
-        counts = [self._count(i) for i in range(self._experts)]
+        counts = self.sums.items(self.vector) or []
         number = sympy.expand(sympy.sympify(number).xreplace(self._meaning))
-        if self._exact:
+        if self.exact and counts:
             *counts, last = counts
-            number = sympy.expand(number.xreplace({last: self._rows - sum(counts)}))
+            number = sympy.expand(number.xreplace({last: self.rows - sum(counts)}))
         # What the counts leave of the rows is the last count, or not known, and in both cases not negative.
-        slack = self._rows - sum(counts)
+        slack = self.rows - sum(counts)
         symbols = (*counts, *self._not_negative)
         for times in (0, 1):
             left = sympy.expand(number - times * slack)

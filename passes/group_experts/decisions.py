@@ -7,14 +7,14 @@ from collections.abc import Iterable
 
 from torch import fx
 
-from glue_compiler.fuel import Fuel
 from glue_compiler.fx.operators import Operators
-from glue_compiler.graph_pass import Skip
 from glue_compiler.passes.group_experts.checks import ReadGraph
 from glue_compiler.passes.group_experts.plan import GroupedLoop, LeftAlone
 from glue_compiler.passes.group_experts.read import read_loops, read_row_indices
 from glue_compiler.passes.group_experts.speculation import proved_regions
 from glue_compiler.passes.group_experts.write import Draft, LoopWriter, erase_dead_counts, erase_numbers
+from glue_compiler.pipeline.fuel import Fuel
+from glue_compiler.pipeline.results import Skip
 
 
 class Decisions:

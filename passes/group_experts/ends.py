@@ -13,6 +13,8 @@ from glue_compiler.fx.values import value_of
 from glue_compiler.passes.group_experts.row_sets import TOKEN, Index, RowSet, RowSets
 
 aten = torch.ops.aten
+ENDS = {aten.index_add, aten.index_put, aten.scatter_add, aten.scatter_reduce}
+"""Operators that put rows back."""
 
 
 @dataclass(frozen=True)
@@ -38,35 +40,40 @@ def find_sink(node: fx.Node, sets: RowSets) -> Sink | None:
     """The sink that ``node`` is."""
     if not node.op.startswith("call_"):
         return None
-    operators = sets.operators
-    calls = operators.calls(node) or []
-    match calls[-1] if calls else None:
-        case Call(aten.index_add | aten.index_add_ as operator, {"dim": 0, "alpha": 1} as given) if len(calls) == 1:
-            found = sets.index(given["index"])
-            if found is None or found.is_boolean or found.axes != (TOKEN,):
-                return None
-            return _checked(sets, node, found.rows, given["source"], in_place=operator is aten.index_add_)
-        case Call(aten.index_put_, {"indices": indices} as given) if sum(bool(call.written) for call in calls) == 1:
-            found = _token_index(indices, sets)
-            if found is None:
-                return None
-            written = _before_broadcast(sets, given["values"], node)
+    calls = sets.operators.calls(node) or []
+    # All but the last only make views of what it is given.
+    if not calls or any(call.written for call in calls[:-1]):
+        return None
+    call, how = calls[-1], {"in_place": bool(calls[-1].written)}
+    match call:
+        case Call(aten.index_add, {"dim": 0 | -2, "alpha": 1} as given) if len(calls) == 1:
+            found, added = sets.index(given["index"]), given["source"]
+        case Call(aten.scatter_add | aten.scatter_reduce, {"dim": 0 | -2, "src": Value() as added} as given) if len(
+            calls
+        ) == 1 and (given.get("reduce", "sum"), given.get("include_self", True)) == ("sum", True):
+            found = sets.index(given["index"], rank=2) if _is_alike(given["index"], added, sets.operators) else None
+        case Call(aten.index_put, {"indices": indices} as given):
+            found, added = _token_index(indices, sets), before_broadcast(sets.operators, given["values"], node)
             if not given["accumulate"]:
-                return _put(node, given["self"], found, written, sets)
-            return None if found.is_boolean else _checked(sets, node, found.rows, written)
-    return None
+                return _put(node, given["self"], found, added, sets) if found is not None and call.written else None
+        case _:
+            return None
+    if found is None or found.is_boolean or found.axes != (TOKEN,):
+        return None
+    return _checked(sets, node, found.rows, added, **how)
+
+
+def _is_alike(first: Any, second: Value, operators: Operators) -> bool:
+    return operators.is_tensor(first) and operators.meta(first).shape == operators.meta(second).shape
 
 
 def _put(node: fx.Node, accumulator: Value, index: Index, written: Any, sets: RowSets) -> Sink | None:
     """``out[rows] = out[rows] + added``, or ``out[rows] = added``."""
     match sets.operators.does(written) if isinstance(written, Value) else None:
-        case Call(aten.add, {"self": first, "other": second, "alpha": 1}):
-            for read, added in ((first, second), (second, first)):
+        case Call(aten.add, {"self": first, "other": second, "alpha": 1}) as add:
+            for read, added in ((first, second), (second, first))[: 1 if add.written else 2]:
                 if _reads(read, accumulator, index, sets):
                     return _checked(sets, node, index.rows, added, parts=(read.node, written.node))
-        case Call(aten.add_, {"self": read, "other": added, "alpha": 1}):
-            if _reads(read, accumulator, index, sets):
-                return _checked(sets, node, index.rows, added, parts=(read.node, written.node))
     return _checked(sets, node, index.rows, written, adds=False)
 
 
@@ -88,11 +95,11 @@ def _token_index(indices: tuple[Any, ...], sets: RowSets) -> Index | None:
     return found if found is not None and found.axes == (TOKEN,) else None
 
 
-def _before_broadcast(sets: RowSets, value: Any, node: fx.Node) -> Any:
+def before_broadcast(operators: Operators, value: Any, node: fx.Node) -> Any:
     """What an assignment was given, before it made views of it to fit."""
     while isinstance(value, Value) and value.node is node and value.step >= 0:
-        call = sets.operators.does(value)
-        if call is None or call.operator not in (aten.view, aten.expand, aten.to):
+        call = operators.does(value)
+        if call is None or call.operator not in (aten.view, aten.expand, aten._to_copy):
             return None
         value = call.arguments["self"]
     return value
@@ -119,7 +126,7 @@ def joined(node: fx.Node, operators: Operators) -> list[fx.Node]:
     """The tensors that ``node``, a ``cat``, puts behind each other."""
     calls = operators.calls(node) if node.op.startswith("call_") else None
     match calls:
-        case [Call(aten.cat | aten.concat | aten.concatenate, {"tensors": tensors, "dim": int(dim)})]:
+        case [Call(aten.cat, {"tensors": tensors, "dim": int(dim)})]:
             parts = [operators.node_of(each) if isinstance(each, Value) else None for each in tensors]
             found = [part for part in parts if part is not None]
             return found if dim in (0, -value_of(node).dim()) and len(found) == len(parts) else []

@@ -9,10 +9,10 @@ import torch
 from torch import fx
 
 from glue_compiler.fx.effects import Kind
-from glue_compiler.fx.operators import FOUND, Call, Value
+from glue_compiler.fx.operators import UNTRACKED, Call, Value
+from glue_compiler.fx.reachable import reachable
 from glue_compiler.fx.values import expression, tensors_in, value_of
 from glue_compiler.passes.group_experts.checks import ReadGraph
-from glue_compiler.passes.group_experts.copies import SAME_ELEMENTS
 from glue_compiler.passes.group_experts.gathers import EXPERT_COLUMN, KEPT, Gathered, gathered, weights_behind_sum
 from glue_compiler.passes.group_experts.pieces import ExpertPieces
 from glue_compiler.passes.group_experts.plan import LeftAlone
@@ -37,9 +37,6 @@ from glue_compiler.passes.group_experts.steps import (
 
 aten = torch.ops.aten
 ExpertRows = RowSet | ExpertPieces
-
-_TRANSPOSES = {aten.t, aten.numpy_T, aten.mT}
-_SWAPS = {aten.transpose: ("dim0", "dim1"), aten.swapaxes: ("axis0", "axis1"), aten.swapdims: ("dim0", "dim1")}
 
 
 class BodyMatcher:
@@ -211,7 +208,7 @@ class BodyMatcher:
         if call is None:
             return None
         changes_leading = call.overload in (aten.squeeze.dim, aten.unsqueeze.default) and call.arguments["dim"] == 0
-        if call.overload not in SAME_ELEMENTS and not changes_leading:
+        if call.overload is not aten.view.default and not changes_leading:
             return None
         sources = self._row_operands(nodes, "self")
         if sources is None:
@@ -233,7 +230,7 @@ class BodyMatcher:
     def _row_operands(self, nodes: Nodes, name: str) -> Nodes | None:
         """The nodes of an operand of all experts' calls, if it is made of their rows."""
         values = self._operands_of(nodes, name)
-        if any(isinstance(value, Value) and value.step == FOUND for value in values):
+        if any(isinstance(value, Value) and value.step == UNTRACKED for value in values):
             raise LeftAlone("an operand of the loop is written while the loop runs", nodes[0])
         found = [self.operators.node_of(value) if isinstance(value, Value) else None for value in values]
         sources = tuple(node for node in found if node is not None and node in self.dependent)
@@ -246,8 +243,6 @@ class BodyMatcher:
                 names = ("input", "weight", "bias")
             case Call(aten.matmul):
                 names = ("self", "other", "")
-            case Call(aten.mm):
-                names = ("self", "mat2", "")
             case _:
                 return None
         weights, biases = (self._operands_of(nodes, name) for name in names[1:])
@@ -296,8 +291,7 @@ class BodyMatcher:
             what = "draws random numbers" if self.effects[first].random else "does more than compute its result"
             raise LeftAlone(f"'{_call(first)}' {what}", first)
         vectors: set[fx.Node] = set()
-        args = self._argument([each[0] for each in written], nodes, vectors)
-        kwargs = self._argument([each[1] for each in written], nodes, vectors)
+        args, kwargs = self._arguments(written, nodes, vectors)
         if not self._rows_first(first):
             raise LeftAlone("a value of the body does not have its rows in the first dimension", first)
 
@@ -309,37 +303,21 @@ class BodyMatcher:
             raise LeftAlone(f"'{_call(first)}' is not row by row: {problem}", first)
         return RowWise(first, self._tail(first), op, target, args, kwargs)
 
-    def _argument(self, values: list[Any], users: Nodes, vectors: set[fx.Node]) -> Any:
-        """One argument of all experts' calls → the grouped call's, with Row and Vector in place of nodes."""
-        first, user = values[0], users[0]
-        if isinstance(first, fx.Node):
-            return self._operand(values, users, vectors)
-        if isinstance(first, tuple | list) and all(
-            isinstance(value, tuple | list) and len(value) == len(first) for value in values
-        ):
-            # Not type(first)(...): fx keeps immutable lists.
-            items = [self._argument([value[i] for value in values], users, vectors) for i in range(len(first))]
-            return tuple(items) if isinstance(first, tuple) else items
-        if isinstance(first, dict) and all(
-            isinstance(value, dict) and value.keys() == first.keys() for value in values
-        ):
-            return {key: self._argument([value[key] for value in values], users, vectors) for key in first}
-        if isinstance(first, slice) and all(isinstance(value, slice) for value in values):
-            return slice(
-                *(
-                    self._argument([getattr(v, part) for v in values], users, vectors)
-                    for part in ("start", "stop", "step")
-                )
-            )
-        if any(type(value) is not type(first) or repr(value) != repr(first) for value in values):
-            raise LeftAlone(f"the experts call '{_call(user)}' with different constants", user)
-        return first
+    def _arguments(self, written: Sequence[Any], users: Nodes, vectors: set[fx.Node]) -> Any:
+        """All experts' arguments → the grouped call's, with Row and Vector in place of nodes."""
+        constants: set[str] = set()
+        operands: list[list[fx.Node]] = []
+        for arguments in written:
+            operands.append([])
+            fx.map_arg(arguments, operands[-1].append)
+            constants.add(repr(fx.map_arg(arguments, lambda node: "fx.Node")))
+        if len(constants) > 1:
+            raise LeftAlone(f"the experts call '{_call(users[0])}' with different constants", users[0])
+        found = iter([self._operand(each, users, vectors) for each in zip(*operands, strict=True)])
+        return fx.map_arg(written[0], lambda node: next(found))
 
-    def _operand(self, values: list[Any], users: Nodes, vectors: set[fx.Node]) -> Any:
+    def _operand(self, nodes: Nodes, users: Nodes, vectors: set[fx.Node]) -> Any:
         user = users[0]
-        if not all(isinstance(value, fx.Node) for value in values):
-            raise LeftAlone("the experts' bodies differ", user)
-        nodes: Nodes = tuple(values)
         inside = [node in self.dependent for node in nodes]
         if all(inside):
             if any(self.sets.index(self.operators.value(node)) for node in nodes):
@@ -402,37 +380,29 @@ class BodyMatcher:
 
     def _untransposed(self, value: Value) -> Value | None:
         """``w`` for ``w.t()``, ``w.T``, ``w.mT`` and ``w.transpose(0, 1)`` of a matrix."""
-        call = self.operators.does(value)
-        if call is None or self.operators.meta(value).rank != 2:
-            return None
-        swapped = {call.arguments[name] % 2 for name in _SWAPS.get(call.operator, ())}
-        return call.arguments["self"] if call.operator in _TRANSPOSES or swapped == {0, 1} else None
+        match self.operators.does(value):
+            case Call(aten.permute, {"self": source, "dims": (0 | 1 | -1 | -2 as first, second)}) if (
+                first % 2 > second % 2
+            ):
+                return source
+        return None
 
     def _subscripted(self, value: Value, expert: int) -> Value | None:
         """``base`` if the value is ``base[expert]``, or that item of ``base.unbind()``."""
-        call = self.operators.does(value)
-        if call is None or call.overload not in (aten.select.int, aten.unbind.int):
-            return None
-        base, dim = call.arguments["self"], call.arguments["dim"]
-        meta = self.operators.meta(base)
-        index = call.arguments["index"] if call.overload is aten.select.int else value.leaf
-        if not isinstance(meta.shape[0], int) or type(index) is not int or dim % meta.rank:
-            return None
-        return base if index % meta.shape[0] == expert else None
+        match self.operators.does(value):
+            case Call(aten.select, {"self": base, "dim": int() as dim, "index": int() as index}):
+                shape = self.operators.meta(base).shape
+                is_of_expert = isinstance(shape[0], int) and not dim % len(shape) and index % shape[0] == expert
+                return base if is_of_expert else None
+        return None
 
 
 def _dependents(rows: Sequence[ExpertRows], ends: Collection[fx.Node]) -> dict[fx.Node, set[fx.Node]]:
     """Node → the roots of the rows that it is computed from; what one of ``ends`` holds is no longer followed."""
     found: dict[fx.Node, set[fx.Node]] = {}
     for each in rows:
-        waiting = list(each.entries)
-        while waiting:
-            node = waiting.pop()
-            if each.root in found.setdefault(node, set()):
-                continue
-            found[node].add(each.root)
-            if node not in ends:
-                waiting.extend(node.users)
+        for node in reachable(each.entries, lambda node: () if node in ends else node.users):
+            found.setdefault(node, set()).add(each.root)
     return found
 
 

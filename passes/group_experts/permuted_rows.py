@@ -17,10 +17,10 @@ from sympy.core.function import AppliedUndef
 from torch import Tensor, fx
 
 from glue_compiler.fx.index_expressions import IndexReader, Unreadable
-from glue_compiler.fx.operators import FOUND, Call, Operators, Value
+from glue_compiler.fx.operators import UNTRACKED, Call, Operators, Value
 from glue_compiler.fx.values import expression, requires_grad, storages_of, value_of
 from glue_compiler.ops.kernel_support import runs_triton
-from glue_compiler.passes.group_experts.copies import SAME_ELEMENTS, copied_from
+from glue_compiler.passes.group_experts.copies import copied_from
 
 aten = torch.ops.aten
 _ROW = sympy.Symbol("row", integer=True, nonnegative=True)
@@ -73,7 +73,7 @@ def may_take_rows(node: fx.Node) -> bool:
 def sort_of(operators: Operators, value: Value) -> Call | None:
     """The operator that sorts, if ``value`` is the places that it gives."""
     call = operators.does(value)
-    sorts = call is not None and (call.operator is aten.argsort or (call.operator is aten.sort and value.leaf == 1))
+    sorts = call is not None and (call.operator is aten.sort and value.leaf == 1)
     return call if sorts else None
 
 
@@ -95,7 +95,7 @@ class PermutedRows:
         known = {(self._number_of(each.order), each.top_k): each for each in taken}
         for node in self.gm.graph.nodes if known else ():
             value = value_of(node)
-            if _is_matrix(value) and requires_grad(value) and self.operators.is_made_of(node, {aten.sum}):
+            if _is_matrix(value) and requires_grad(value) and self.operators.dispatches(node, {aten.sum}):
                 found = self._summed(node, known)
                 if found is not None:
                     yield found
@@ -103,22 +103,20 @@ class PermutedRows:
     def idle_masks(self) -> Iterator[tuple[fx.Node, fx.Node]]:
         """(node, operand) of each ``masked_fill`` by a mask that holds nowhere, of rows of floating numbers."""
         for node in self.gm.graph.nodes:
-            if not _is_matrix(value_of(node)) or not self.operators.is_made_of(
-                node, {aten.masked_fill, aten.masked_fill_}
-            ):
+            if not _is_matrix(value_of(node)) or not self.operators.dispatches(node, {aten.where}):
                 continue
             call, source = self._does(self.operators.value(node)), self.operators.passed_as(node, "self")
             if call is None or source is None or value_of(source).shape != value_of(node).shape:
                 continue
-            if isinstance(call.arguments["value"], Value):  # which may have a gradient
+            if isinstance(call.arguments["self"], Value):  # which may have a gradient
                 continue
-            if self._never_holds(call.arguments["mask"]) and self._may_stand_for(source, node, call):
+            if self._never_holds(call.arguments["condition"]) and self._may_stand_for(source, node, call):
                 yield node, source
 
     def _does(self, value: Value) -> Call | None:
         """The operator that makes ``value``, if gradients pass through it as through what would be written."""
         call = self.operators.does(value)
-        cuts = call is not None and call.operator in (aten.detach, aten.detach_)
+        cuts = call is not None and call.operator is aten.detach
         return call if not cuts and self.operators.passes_gradients(value.node) else None
 
     # -- what is taken
@@ -225,7 +223,7 @@ class PermutedRows:
     def _behind(self, value: Value) -> Value | None:
         """What ``value`` has the elements of, in their order."""
         call = self._does(value)
-        if call is None or call.overload not in SAME_ELEMENTS:
+        if call is None or call.overload is not aten.view.default:
             return None
         source = call.arguments["self"]
         return source if isinstance(source, Value) else None
@@ -264,7 +262,7 @@ class PermutedRows:
         if len(shape) != 2 or shape[1] != 1:
             return None
         call = self._does(self._widened(factor))
-        if call is not None and (call.operator is aten.unsqueeze or call.overload in SAME_ELEMENTS):
+        if call is not None and (call.operator is aten.unsqueeze or call.overload is aten.view.default):
             factor = call.arguments["self"]
         found = self._indexed(self._widened(factor))
         if found is None or operators.number(found[1]) != operators.number(order):
@@ -278,7 +276,7 @@ class PermutedRows:
         if sort is not None:  # of the places of another one
             return None if sort.arguments["descending"] else self._order(sort.arguments["self"])
         call = self.operators.does(inverse)
-        if inverse.step == FOUND:
+        if inverse.step == UNTRACKED:
             writers = [write.writer for write in self.operators.numbering.writes if write.time == inverse.since]
             calls = self.operators.calls(writers[0]) if len(writers) == 1 and writers[0] is not None else None
             call = calls[-1] if calls else None
@@ -286,7 +284,7 @@ class PermutedRows:
                 return None
         match call:
             case Call(
-                aten.index_put | aten.index_put_,
+                aten.index_put,
                 {"indices": (Value() as places,), "values": Value() as values} as given,
             ) if not given["accumulate"] and self._element(values, _ROW) == _ROW:
                 return self._order(places)
@@ -298,11 +296,11 @@ class PermutedRows:
         """Is ``mask`` ``numbers >= n``, or ``numbers > n``, of numbers that are less?"""
         while isinstance(mask, Value) and (call := self.operators.does(mask)) is not None:
             match call:
-                case Call(aten.ge | aten.greater_equal, {"self": Value() as numbers, "other": int() as least}):
+                case Call(aten.ge, {"self": Value() as numbers, "other": int() as least}):
                     return self._is_less(numbers, least)
-                case Call(aten.gt | aten.greater, {"self": Value() as numbers, "other": int() as least}):
+                case Call(aten.gt, {"self": Value() as numbers, "other": int() as least}):
                     return self._is_less(numbers, least + 1)
-            if call.operator is not aten.unsqueeze and call.overload not in SAME_ELEMENTS:
+            if call.operator is not aten.unsqueeze and call.overload is not aten.view.default:
                 return False
             mask = call.arguments["self"]
         return False
@@ -313,12 +311,12 @@ class PermutedRows:
         source = call.arguments.get("self") if call is not None else None
         if call is None or not isinstance(source, Value) or self.operators.meta(numbers).dtype not in _INTEGERS:
             return False
-        is_place = call.operator in (aten.argsort, aten.argmax, aten.argmin)
+        is_place = call.operator in (aten.argmax, aten.argmin)
         if is_place or (call.operator in (aten.topk, aten.sort, aten.max, aten.min) and numbers.leaf == 1):
             shape, dim = self.operators.meta(source).shape, call.arguments.get("dim")
             size = shape[dim] if isinstance(dim, int) and shape else None
             return isinstance(size, int | sympy.Integer) and int(size) <= bound
-        is_same = call.overload in SAME_ELEMENTS or call.operator in (aten.unsqueeze, aten.sort)
+        is_same = call.overload is aten.view.default or call.operator in (aten.unsqueeze, aten.sort)
         return (is_same or copied_from(self.operators, numbers) is not None) and self._is_less(source, bound)
 
     def _may_stand_for(self, source: fx.Node, node: fx.Node, call: Call) -> bool:

@@ -5,17 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
 from glue_compiler.fx.operators import Call, Operators, Value, given_leaves
 from glue_compiler.fx.records import Given
 from glue_compiler.fx.values import expression, value_of
-from glue_compiler.passes.group_experts.counts import CountSum, CountSums
+from glue_compiler.passes.group_experts.counts import CountSums
+from glue_compiler.passes.group_experts.ends import before_broadcast
 
 aten = torch.ops.aten
-Extent = tuple[CountSum, CountSum]
-"""First row, and the one after the last."""
+Extent = tuple[Any, Any]
+"""First row, and the one after the last, as sympy expressions of items of vectors."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +35,9 @@ class Piece:
     """The ``split`` that gave it. One raises unless its sizes are not negative and sum to the rows of ``source``."""
 
     @property
-    def length(self) -> CountSum:
+    def length(self) -> Any:
         start, stop = self.extent
-        return stop - start
+        return sympy.expand(stop - start)
 
 
 @dataclass(frozen=True)
@@ -75,51 +77,44 @@ class ExpertPieces:
         return expression(value_of(self.root).shape[0])
 
 
+@dataclass(frozen=True)
 class Pieces:
     """Recognises pieces, and writes to pieces, whose extent is read from row counts."""
 
-    def __init__(self, operators: Operators, sums: CountSums) -> None:
-        self._operators = operators
-        self._sums = sums
+    operators: Operators
+    sums: CountSums
 
     def piece(self, node: fx.Node) -> Piece | None:
-        if not node.op.startswith("call_"):
+        if not node.op.startswith("call_") or not isinstance(value_of(node), torch.Tensor):
             return None
-        value = self._operators.value(node)
-        call = self._operators.does(value)
-        if call is None or not isinstance(call.arguments.get("self"), Value):
+        value = self.operators.value(node)
+        call = self.operators.does(value)
+        bounds = self._bounds(call) if call is not None else None
+        if call is None or bounds is None or len(self.operators.calls(value.node) or ()) != 1:
             return None
-        if call.operator in (aten.split_with_sizes, aten.split):
-            return self._of_split(node, value, call)
-        bounds = self._bounds(call)
-        if value.node is not node or bounds is None or len(self._operators.calls(node) or ()) != 1:
-            return None
-        source = self._operators.passed_as(node, "self")
+        source = self.operators.passed_as(value.node, "self")
         extent = self._extent(*bounds)
         if source is None or extent is None:
             return None
-        return Piece(node, source, call.arguments["self"], extent, _others(node, source))
+        split = value.node if value.node is not node else None
+        return Piece(node, source, call.arguments["self"], extent, _others(value.node, source), split)
 
     def write(self, node: fx.Node) -> PieceWrite | None:
         """``into[start:stop] = value``: a copy to a slice."""
-        calls = self._operators.calls(node) if node.op.startswith("call_") else None
+        calls = self.operators.calls(node) if node.op.startswith("call_") else None
         match calls[-1] if calls else None:
-            case Call(aten.copy_, {"self": Value() as target, "src": Value() as value}) if target.node is node:
+            case Call(aten.copy, {"self": Value() as target, "src": Value() as value}) if target.node is node:
                 pass
             case _:
                 return None
-        sliced = self._operators.does(target)
+        sliced = self.operators.does(target)
         bounds = self._bounds(sliced) if sliced is not None else None
         extent = self._extent(*bounds) if bounds is not None else None
-        while value.node is node and value.step >= 0:
-            made = self._operators.does(value)
-            if made is None or made.operator not in (aten.view, aten.expand):
-                return None
-            value = made.arguments["self"]
-        written = self._operators.node_of(value)
+        given_value = before_broadcast(self.operators, value, node)
+        written = self.operators.node_of(given_value) if isinstance(given_value, Value) else None
         if extent is None or written is None or sliced is None or sliced.node is not node:
             return None
-        record = self._operators.record(node)
+        record = self.operators.record(node)
         given = record.operators[target.step].arguments["self"] if record is not None else None
         if not isinstance(given, Given):
             return None
@@ -132,33 +127,11 @@ class Pieces:
         match call:
             case Call(aten.slice, {"dim": 0, "start": start, "end": end, "step": 1}):
                 return (0 if start is None else start), end
-            case Call(aten.narrow, {"dim": 0, "start": start, "length": length}) if not isinstance(start, Value):
-                return start, start + length
         return None
 
     def _extent(self, start: Any, stop: Any) -> Extent | None:
-        first, last = self._sums.of(start), self._sums.of(stop)
-        return None if first is None or last is None or (first.is_constant and last.is_constant) else (first, last)
-
-    def _of_split(self, node: fx.Node, value: Value, call: Call) -> Piece | None:
-        """An item of ``source.split(sizes)``."""
-        split, index = value.node, value.leaf
-        sizes = call.arguments["split_sizes" if call.operator is aten.split_with_sizes else "split_size"]
-        source = self._operators.passed_as(split, "self")
-        if source is None or split is node or not isinstance(sizes, tuple) or index >= len(sizes):
-            return None
-        if call.arguments["dim"] not in (0, -self._operators.meta(call.arguments["self"]).rank):
-            return None
-        at = CountSum()
-        before = at
-        lengths = [self._sums.of(size) for size in sizes]
-        for length in lengths[: index + 1]:
-            if length is None:
-                return None
-            before, at = at, at + length
-        if all(length is not None and length.is_constant for length in lengths):
-            return None
-        return Piece(node, source, call.arguments["self"], (before, at), _others(split, source), split)
+        first, last = self.sums.of(start), self.sums.of(stop)
+        return None if first is None or last is None or (first.is_number and last.is_number) else (first, last)
 
 
 def _others(node: fx.Node, source: fx.Node) -> tuple[fx.Node, ...]:

@@ -7,27 +7,21 @@ from typing import Any, ClassVar
 
 from torch import fx
 
+from glue_compiler.fx.flow import Refused
 from glue_compiler.fx.operators import Value
-from glue_compiler.fx.values import source_line, value_of
-from glue_compiler.graph_pass import Skip
-from glue_compiler.passes.group_experts.counts import CountSum
+from glue_compiler.fx.values import value_of
 from glue_compiler.passes.group_experts.ends import Sink
 from glue_compiler.passes.group_experts.pieces import PieceWrite
 from glue_compiler.passes.group_experts.row_sets import RowSet
 from glue_compiler.passes.group_experts.steps import Row, SlotWeight, Step
+from glue_compiler.pipeline.results import Skip
 
 
-class LeftAlone(Exception):
-    """Why a loop is left alone: ``reason`` in words for the user, ``node`` the place, where it is not the loop's."""
-
-    def __init__(self, reason: str, node: fx.Node | None = None) -> None:
-        super().__init__(reason)
-        self.reason = reason
-        self.node = node
+class LeftAlone(Refused):
+    """Why a loop is left alone; the node is the place, where it is not the loop's."""
 
     def skip_at(self, place: fx.Node) -> Skip:
-        node = self.node or place
-        return Skip(self.reason, node.name, source_line(node))
+        return Skip.at(self.node or place, self.reason)
 
 
 # -- how rows are divided among the experts
@@ -57,8 +51,8 @@ class SortedRows:
 
     counts: fx.Node
     """Integer vector; its first ``num_experts`` items are the experts' numbers of rows."""
-    lengths: tuple[CountSum, ...]
-    """The same numbers as the graph reads them."""
+    lengths: tuple[Any, ...]
+    """The same numbers as the graph reads them, as sympy expressions."""
     source: fx.Node
     """A tensor of all rows."""
     must_check: bool
@@ -159,8 +153,6 @@ class GroupedLoop:
     end: End
     absorbed: frozenset[fx.Node]
     """What the loop consists of; these nodes go once nothing uses them."""
-    autocast: tuple[fx.Node, ...] = ()
-    """The nodes that opened the autocast regions around the loop."""
 
     @property
     def place(self) -> fx.Node:

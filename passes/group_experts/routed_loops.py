@@ -5,23 +5,27 @@ Each expert's rows are gathered, computed, and put back at their tokens. Changes
 
 from __future__ import annotations
 
+import itertools
 import math
-import operator
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import fx
 
 from glue_compiler.capture.regions import REGIONS
 from glue_compiler.fx.effects import Kind
-from glue_compiler.fx.operators import Operators
-from glue_compiler.fx.values import expression, requires_grad, source_line, storage_of, storages_of, value_of
-from glue_compiler.graph_pass import Skip
-from glue_compiler.passes.group_experts.checks import ReadGraph
+from glue_compiler.fx.reachable import reachable
+from glue_compiler.fx.values import (
+    requires_grad,
+    storage_of,
+    storages_of,
+    tensors_in,
+    value_of,
+)
+from glue_compiler.passes.group_experts.checks import ReadGraph, cannot_fail
 from glue_compiler.passes.group_experts.copies import Fill, fill_of
-from glue_compiler.passes.group_experts.ends import Sink, chain_starts, find_sink
+from glue_compiler.passes.group_experts.ends import ENDS, Sink, chain_starts, find_sink
 from glue_compiler.passes.group_experts.expert_bodies import BodyMatcher
 from glue_compiler.passes.group_experts.plan import Combination, GroupedLoop, LeftAlone, Plan, RoutedRows
 from glue_compiler.passes.group_experts.row_sets import (
@@ -31,15 +35,15 @@ from glue_compiler.passes.group_experts.row_sets import (
     are_distinct,
     as_many_rows,
     names_a_token_once,
-    same_size,
 )
 from glue_compiler.passes.group_experts.steps import Step, weighted_sum
+from glue_compiler.pipeline.results import Skip
 
 
 def read_routed_loops(graph: ReadGraph) -> Plan:
-    if not any(graph.sets.row_set(node) for node in graph.nodes):
-        return Plan()
-    return _Reader(graph).run()
+    if any(graph.sets.row_set(node) for node in graph.nodes):
+        return _Reader(graph).run()
+    return Plan(skips=_unread(graph))
 
 
 class _Reader:
@@ -71,6 +75,7 @@ class _Reader:
                 if any(REGIONS in sink.node.meta for sink in same):
                     alone = [self._loop_or_skip([sink], alone=True) for sink in same]
                     plan.alone += [each for each in alone if isinstance(each, GroupedLoop)]
+        plan.skips += _unread(self.graph)
         claimed = {sink.rows.root for sink in self.sinks}
         left = [rows for node in self.graph.nodes if node not in claimed and (rows := self.sets.row_set(node))]
         experts = {(self.operators.number(rows.mask.selected), rows.expert) for rows in left}
@@ -79,35 +84,21 @@ class _Reader:
             # A comparison with one number alone is no loop over experts.
             if sum(selected == number for selected, _ in experts) > 1:
                 reason = "the rows of an expert are not put back with index_add or an assignment on their token indices"
-                plan.skips.append(Skip(reason, rows.root.name, source_line(rows.root)))
+                plan.skips.append(Skip.at(rows.root, reason))
         return plan
 
     def _families(self, sinks: Sequence[Sink]) -> list[list[Sink]]:
         """Runs of experts whose rows go through the same operators: some models have experts that compute nothing."""
-        families: list[list[Sink]] = []
-        bodies: list[list[Any]] = []
-        for sink in sinks:
-            body = self._operators(sink)
-            if bodies and body == bodies[-1]:
-                families[-1].append(sink)
-            else:
-                families.append([sink])
-                bodies.append(body)
-        return families
+        return [list(family) for _, family in itertools.groupby(sinks, self._operators)]
 
     def _operators(self, sink: Sink) -> list[Any]:
         """What is called between a row set and its sink, in graph order."""
-        inside: set[fx.Node] = set()
-        waiting = [sink.added]
-        while waiting:
-            node = waiting.pop()
-            if (
-                node not in inside
-                and node is not sink.rows.root
-                and self.position[node] > self.position[sink.rows.root]
-            ):
-                inside.add(node)
-                waiting.extend(node.all_input_nodes)
+        first = self.position[sink.rows.root]
+
+        def operands(node: fx.Node) -> list[fx.Node]:
+            return [arg for arg in node.all_input_nodes if self.position[arg] > first]
+
+        inside = reachable([sink.added], operands)
         return [(node.op, node.target) for node in sorted(inside) if node.op.startswith("call_")]
 
     # -- one loop
@@ -143,7 +134,7 @@ class _Reader:
         self.graph.check_one_mode([last], matcher.body | matcher.peeled)
         summed, weights = weighted_sum(steps, value_of(accumulator).dtype, self.operators)
         end = Combination(tuple(sinks), accumulator, starts_at_zero, summed, weights)
-        return GroupedLoop(partition, steps, end, frozenset(absorbed), self.graph.mode_of(last).opened)
+        return GroupedLoop(partition, steps, end, frozenset(absorbed))
 
     def _check_alike(self, sinks: list[Sink]) -> None:
         """The experts are a range, and select and put back their rows in one way."""
@@ -234,7 +225,10 @@ class _Reader:
             return True
         effects = self.graph.effects[node]
         if effects.kind is Kind.ASSERT:
-            if not _is_trivial_check(node, row_sets, self.operators):
+            mask = row_sets[0].mask
+            sizes = self.operators.meta(mask.selected).shape
+            most = sizes[0] if SLOT not in mask.axes else math.prod(sizes)
+            if not cannot_fail(node, [rows.count for rows in row_sets], most):
                 return False
         elif effects.kind is not Kind.PURE or effects.writes:
             return False
@@ -271,23 +265,19 @@ class _Reader:
         return made_for_it or not sinks[0].adds
 
 
-def _is_trivial_check(node: fx.Node, row_sets: list[RowSet], operators: Operators) -> bool:
-    """An assertion that a row count lies between zero and the number of slots, which it does by its nature."""
-    check: Any = node.args[0] if node.args else None
-    if not isinstance(check, fx.Node) or len(check.args) != 2:
-        return False
-    size, bound = check.args
-    if not isinstance(size, fx.Node) or not isinstance(value_of(size), torch.SymInt):
-        return False
-    counts = [rows.count for rows in row_sets]
-    if not any(expression(value_of(size)) == n for n in counts):
-        return False
-    limit = value_of(bound) if isinstance(bound, fx.Node) else bound
-    if check.target in (operator.ge, torch.ge):
-        return isinstance(limit, int) and limit <= 0
-    if check.target is operator.le:
-        mask = row_sets[0].mask
-        sizes = operators.meta(mask.selected).shape
-        most = sizes[0] if SLOT not in mask.axes else math.prod(sizes)
-        return isinstance(limit, int | torch.SymInt) and same_size(limit, most)
-    return False
+def _unread(graph: ReadGraph) -> list[Skip]:
+    """Of what looks like a loop over experts, but for its masks: rows found by several, and put back by index."""
+    roots: dict[fx.Node, set[fx.Node]] = {}
+    ends: set[fx.Node] = set()
+    for node in graph.nodes:
+        if graph.sets.is_unread(node):
+            roots[node] = {node}
+        elif not any(tensor.is_floating_point() for tensor in tensors_in(value_of(node))):
+            roots[node] = set().union(*(roots.get(arg, ()) for arg in node.all_input_nodes))
+        elif graph.operators.dispatches(node, ENDS):
+            ends.update(*(roots.get(arg, ()) for arg in node.all_input_nodes))
+    if len(ends) < 2:
+        return []
+    first = min(ends)
+    reason = "the rows of an expert are selected by what is not read as a comparison of the selected experts"
+    return [Skip.at(first, reason)]

@@ -1,31 +1,40 @@
 """Row sets: the (token, slot) pairs that a loop over experts selects for one expert.
 
-Read from data flow alone: a mask is what ``one_hot`` or a comparison with an int makes of the selected experts, through
-any views of it; a row set is ``torch.where``/``nonzero`` of such a mask for one expert.
+Read from data flow alone, element by element (:mod:`glue_compiler.fx.index_expressions`): a mask is a comparison of the
+selected experts with a number, or with the places along a dimension; a row set is ``nonzero`` of such a mask for one
+expert.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import sympy
 import torch
+from sympy.core.function import AppliedUndef
 from torch import fx
 
 from glue_compiler.compat import equal_sizes
-from glue_compiler.fx.operators import FOUND, Call, Operators, Value
-from glue_compiler.fx.values import expression
-from glue_compiler.passes.group_experts.copies import COPIES, SAME_ELEMENTS
+from glue_compiler.fx.index_expressions import IndexReader, Unreadable
+from glue_compiler.fx.index_numbers import as_boolean, is_selected_constant
+from glue_compiler.fx.index_operators import CONVERSIONS
+from glue_compiler.fx.index_views import Element, NotAView
+from glue_compiler.fx.operators import UNTRACKED, Call, Operators, Value
+from glue_compiler.fx.values import expression, leaves, value_of
+from glue_compiler.passes.group_experts.copies import COPIES, Fill, copied_from, fill_of
 
 aten = torch.ops.aten
 TOKEN, SLOT, EXPERT, ONE = "token", "slot", "expert", "one"
-_AXES_OF_SELECTED = {1: (TOKEN,), 2: (TOKEN, SLOT)}
 IDS = (torch.int32, torch.int64)
 """Narrower ones overflow where experts are counted from another one than zero."""
-
-_WHERE = {aten.where.default, aten.nonzero.default, aten.nonzero_numpy.default}
-_SWAPS = {aten.transpose: ("dim0", "dim1"), aten.swapaxes: ("axis0", "axis1"), aten.swapdims: ("dim0", "dim1")}
-_REVERSES = {aten.t, aten.numpy_T, aten.mT, aten.adjoint}
+_AXES = sympy.symbols("axis:5", integer=True, nonnegative=True)
+_NONZERO = (aten.nonzero, aten.nonzero_numpy)
+_OVER_SLOTS = (aten.any, aten.sum, aten.max, aten.amax)
+"""Not zero at a token if the mask is true at one of its slots."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +56,7 @@ class Mask:
 
 @dataclass(frozen=True)
 class RowSet:
-    """The pairs of one expert. ``root`` makes index vectors of them (``where``), or is a boolean index itself."""
+    """The pairs of one expert. ``root`` makes index vectors of them (``nonzero``), or is a boolean index itself."""
 
     root: fx.Node
     mask: Mask
@@ -74,6 +83,36 @@ class Index:
     is_boolean: bool = False
 
 
+class _Reader(IndexReader):
+    """Reads comparisons of ids; what is no id and a number, or mixes tokens with slots, is a tensor of its own."""
+
+    in_body = True
+
+    def __init__(self, sets: RowSets) -> None:
+        super().__init__(sets.operators)
+        self.sets = sets
+
+    def element(self, value: Value, index: Any) -> Any:
+        found = super().element(value, index)
+        if self.dtype(value) not in IDS or is_selected_constant(found) or not found.has(AppliedUndef):
+            return found
+        first, *others = found.atoms(AppliedUndef)
+        if not others and not (found - first).has(AppliedUndef) and all(place.is_Symbol for place in first.args):
+            return found
+        best = element = Element(value, index)
+        while (behind := self.behind(element)) is not None:
+            element = behind
+            best = element if all(place.is_Symbol for place in element.index) else best
+        return self.leaf(best.value, best.index)
+
+    def require_known(self, value: Value) -> None:
+        if value.step == UNTRACKED and self.sets.mask(self.operators.value(value.node)) is not None:
+            self.sets.written.add(value.node)
+        elif value.step == UNTRACKED and self.operators.is_tensor(value) and self.dtype(value) in IDS:
+            return  # ids, whoever wrote them: a tensor of its own
+        super().require_known(value)
+
+
 class RowSets:
     """Recognises masks, row sets and their index vectors; remembers what it has seen. Changes nothing.
 
@@ -83,6 +122,7 @@ class RowSets:
     def __init__(self, operators: Operators) -> None:
         self.operators = operators
         self.written: set[fx.Node] = set()
+        self._reader = _Reader(self)
         self._masks: dict[Value, Mask | None] = {}
         self._row_sets: dict[Value, RowSet | None] = {}
 
@@ -93,154 +133,184 @@ class RowSets:
         value = self.operators.value(node)
         return self._row_set(value) if value.node is node and value.leaf == 0 else None
 
+    def is_unread(self, node: fx.Node) -> bool:
+        """Does it find where something is true that is no mask of an expert?"""
+        value = self.operators.value(node)
+        call = self.operators.does(value) if value.node is node else None
+        return call is not None and call.operator in _NONZERO and self._row_set(replace(value, leaf=0)) is None
+
     def _row_set(self, value: Value) -> RowSet | None:
-        """Of the first result of a ``where``, or a boolean mask."""
+        """Of the first result of a ``nonzero``, or a boolean mask."""
         if value not in self._row_sets:
             self._row_sets[value] = self._found(value)
         return self._row_sets[value]
 
     def _found(self, value: Value) -> RowSet | None:
         call = self.operators.does(value)
-        if call is None or call.overload not in _WHERE:
+        if call is None or call.operator not in _NONZERO:
             return self._boolean_index(value)
-        mask = self.mask(call.arguments["condition" if call.overload is aten.where.default else "self"])
+        mask = self.mask(call.arguments["self"])
         if mask is None or mask.expert is None:
             return None
         return RowSet(value.node, mask, self.operators.meta(value).shape[0])
 
     def _boolean_index(self, value: Value) -> RowSet | None:
-        mask = self.mask(value)
-        if mask is None or mask.expert is None or mask.axes not in ((TOKEN,), (TOKEN, SLOT)):
-            return None
-        if self.operators.meta(value).dtype is not torch.bool:
+        if not self.operators.is_tensor(value) or self.operators.meta(value).dtype is not torch.bool:
             return None
         for user in value.node.users:
             for step, call in enumerate(self.operators.calls(user) or ()):
-                if call.overload is aten.index.Tensor and value in call.arguments["indices"]:
+                if call.operator is aten.index and value in call.arguments["indices"]:
                     # As many dimensions as stand before the mask stand before the rows.
-                    before = call.arguments["indices"].index(value)
+                    before, mask = call.arguments["indices"].index(value), self.mask(value)
+                    if mask is None or mask.expert is None or mask.axes not in ((TOKEN,), (TOKEN, SLOT)):
+                        return None
                     if all(item is None for item in call.arguments["indices"][:before]):
                         return RowSet(value.node, mask, self.operators.meta(Value(user, step)).shape[before])
         return None
 
-    def index(self, value: Any) -> Index | None:
-        """An index vector of a row set, or a boolean index."""
-        if not isinstance(value, Value) or not self.operators.is_tensor(value):
+    def index(self, value: Any, rank: int = 1) -> Index | None:
+        """An index vector of a row set, repeated along other dimensions up to ``rank``; or a boolean index."""
+        if not self.operators.is_tensor(value):
             return None
-        call = self.operators.does(value)
-        if call is None:
-            return None
-        if call.overload in (aten.where.default, aten.nonzero_numpy.default):
-            return self._column(Value(value.node, value.step, 0), value.leaf)
-        if call.overload is aten.select.int and self._is_of_pairs(call):
-            return self._column(call.arguments["self"], call.arguments["index"])
-        if call.overload is aten.unbind.int and self._is_of_pairs(call):
-            return self._column(call.arguments["self"], value.leaf)
-        source: Any = call.arguments.get("self")
-        if (call.overload in SAME_ELEMENTS or call.operator is aten.squeeze) and self._is_pairs(source):
-            only = self.operators.meta(value).rank == 1 and self._column(source, 0)
-            return only if only and len(only.rows.mask.axes) == 1 else None
         boolean = self._row_set(value)
-        return Index(boolean, boolean.mask.axes, is_boolean=True) if boolean is not None else None
-
-    def _is_of_pairs(self, call: Call) -> bool:
-        return call.arguments["dim"] in (1, -1) and self._is_pairs(call.arguments["self"])
-
-    def _is_pairs(self, value: Any) -> bool:
-        """``nonzero``, ``[rows, axes]``."""
-        call = self.operators.does(value) if isinstance(value, Value) else None
-        return call is not None and call.overload is aten.nonzero.default
-
-    def _column(self, pairs: Value, column: Any) -> Index | None:
-        rows = self._row_set(pairs)
-        if rows is None or type(column) is not int or not -len(rows.mask.axes) <= column < len(rows.mask.axes):
+        if boolean is not None and boolean.root is value.node and self.operators.meta(value).dtype is torch.bool:
+            return Index(boolean, boolean.mask.axes, is_boolean=True)
+        if self.operators.meta(value).rank != rank or self.operators.meta(value).dtype is not torch.int64:
             return None
-        axis = rows.mask.axes[column]
-        return Index(rows, (axis,)) if axis in (TOKEN, SLOT) else None
+        try:
+            found = self._reader.source(value, _AXES[:rank])
+        except Unreadable:
+            return None
+        call = self.operators.does(found.value)
+        if call is None or call.operator not in _NONZERO or found.index[0] != _AXES[0]:
+            return None
+        rows = self._row_set(replace(found.value, leaf=0))
+        column: Any = found.index[1] if call.operator is aten.nonzero else sympy.Integer(found.value.leaf)
+        if rows is None or not column.is_Integer or rows.mask.axes[column] not in (TOKEN, SLOT):
+            return None
+        return Index(rows, (rows.mask.axes[column],))
 
     def mask(self, value: Any) -> Mask | None:
-        if not isinstance(value, Value) or not self.operators.is_tensor(value):
+        if not self.operators.is_tensor(value):
             return None
         if value not in self._masks:
             self._masks[value] = None  # a cycle cannot be, and a failure is remembered
-            found = self._mask(value)
-            if found is not None and len(found.axes) == self.operators.meta(value).rank:
-                nodes = dict.fromkeys((*found.nodes, value.node))
-                self._masks[value] = replace(found, nodes=tuple(nodes))
+            with contextlib.suppress(Unreadable, NotAView):
+                self._masks[value] = self._mask(value)
         return self._masks[value]
 
     def _mask(self, value: Value) -> Mask | None:
-        if value.step == FOUND and self.mask(self.operators.value(value.node)) is not None:
-            self.written.add(value.node)
+        operators, shape = self.operators, self.operators.meta(value).shape
+        if not 0 < len(shape) <= len(_AXES):
+            return None
+        element = self._reader.source(value, _AXES[: len(shape)])
+        if operators.meta(value).dtype.is_floating_point:
+            call = operators.does(element.value)
+            if call is None or call.operator not in (*CONVERSIONS, aten.scatter):
+                return None
+            element = element if call.operator is aten.scatter else Element(call.arguments["self"], element.index)
+        seen = as_boolean(self._reader.read(element.value, element.index))
+        leaf = next(iter(seen.atoms(AppliedUndef)), None)
+        if leaf is None:
+            return None
+        source = self._reader.leaves[leaf.func.__name__]
+        found = self._compared(seen, leaf, source) or self._reduced(seen, leaf, source)
+        return self._placed(*found, source, value) if found is not None else None
+
+    def _compared(self, seen: Any, leaf: Any, source: Value) -> tuple[Mask, tuple[Any, ...]] | None:
+        """``ids == expert``: a number, or the place along a dimension. With the places of the mask's axes."""
+        meta = self.operators.meta(source)
+        if not isinstance(seen, sympy.Eq) or meta.dtype not in IDS or meta.rank not in (1, 2):
+            return None
+        for expert in (leaf - seen.lhs + seen.rhs, leaf + seen.lhs - seen.rhs):
+            if expert.is_Integer:
+                return Mask(source, (TOKEN, SLOT)[: meta.rank], int(expert)), leaf.args
+            if expert in _AXES:
+                return Mask(source, (*(TOKEN, SLOT)[: meta.rank], EXPERT)), (*leaf.args, expert)
+        return None
+
+    def _reduced(self, seen: Any, leaf: Any, value: Value) -> tuple[Mask, tuple[Any, ...]] | None:
+        """Where the mask holds at some slot of a token."""
+        if seen not in (sympy.Ne(leaf, 0), leaf > 0, leaf >= 1):
+            return None
+        while (source := copied_from(self.operators, value)) is not None:
+            value = source
         match self.operators.does(value):
-            case Call(aten.one_hot, {"self": Value() as selected, "num_classes": int(classes)}) if classes >= 1:
-                axes = _AXES_OF_SELECTED.get(self.operators.meta(selected).rank)
-                return Mask(selected, (*axes, EXPERT), classes=classes) if axes is not None else None
-            case Call(aten.eq, {"self": Value() as selected, "other": expert}) if type(expert) is int:
-                meta = self.operators.meta(selected)
-                axes = _AXES_OF_SELECTED.get(meta.rank)
-                return Mask(selected, axes, expert) if axes is not None and meta.dtype in IDS else None
-            case Call(_, {"self": Value() as source}) as call:
-                mask = self.mask(source)
-                return None if mask is None else self._view(mask, call, value)
-        return None
-
-    def _view(self, mask: Mask, call: Call, value: Value) -> Mask | None:
-        """What ``call`` makes of the mask that is its operand."""
-        axes, rank, given = mask.axes, len(mask.axes), call.arguments
-        dim: Any = given.get("dim")
-        if call.operator in COPIES:
-            return mask
-        if call.operator is aten.permute:
-            return replace(mask, axes=tuple(axes[each] for each in given["dims"]))
-        if call.operator in _SWAPS:
-            first, second = (given[name] % rank for name in _SWAPS[call.operator])
-            swapped = {first: axes[second], second: axes[first]}
-            return replace(mask, axes=tuple(swapped.get(i, axis) for i, axis in enumerate(axes)))
-        if call.operator in _REVERSES:
-            return replace(mask, axes=axes[::-1]) if rank == 2 else None
-        if call.overload is aten.squeeze.dim:
-            if axes[dim % rank] == ONE:
-                return replace(mask, axes=_without(axes, dim % rank))
-            return mask if self.operators.meta(value).rank == rank else None
-        if call.operator is aten.unsqueeze:
-            at = dim % (rank + 1)
-            return replace(mask, axes=(*axes[:at], ONE, *axes[at:]))
-        if call.overload is aten.any.dim and axes == (TOKEN, SLOT) and dim in (1, -1) and not given["keepdim"]:
-            return replace(mask, axes=(TOKEN,), any_slot=True)
-        if call.overload is aten.select.int:
-            return _selected(mask, dim % rank, given["index"])
-        if call.overload is aten.slice.Tensor:
-            return self._sliced(mask, dim % rank, call)
-        return None
-
-    def _sliced(self, mask: Mask, dim: int, call: Call) -> Mask | None:
-        """``[e : e + 1]`` of the experts, which also stands for ``tensor([e])``; and a slice of everything."""
-        start, end = call.arguments["start"], call.arguments["end"]
-        size = self.operators.meta(call.arguments["self"]).shape[dim]
-        if call.arguments["step"] != 1 or type(start or 0) is not int or type(end) not in (int, type(None)):
+            case Call(aten.scatter, {"self": base, "dim": 1 | -1, "index": Value() as ids, "value": 1}):
+                if self.operators.meta(ids).rank != 2 or fill_of(self.operators, base) is not Fill.ZEROS:
+                    return None
+                classes = self.operators.meta(value).shape[1]
+                return Mask(ids, (TOKEN, EXPERT), classes=classes, any_slot=True), leaf.args
+            case Call(operator, {"self": of, "dim": dim, "keepdim": keepdim}) if operator in _OVER_SLOTS:
+                mask = self.mask(of) if not value.leaf else None
+            case _:
+                return None
+        if mask is None:
             return None
-        if not start and (end is None or (type(size) is int and end >= size) or end >= torch.iinfo(torch.int64).max):
-            return mask
-        one = mask.axes[dim] == EXPERT and mask.expert is None and start is not None and start >= 0 and end == start + 1
-        if not one or start >= (mask.classes or 0):
+        summed = {each % len(mask.axes) for each in leaves([dim])}
+        if not {SLOT} <= {mask.axes[each] for each in summed} <= {SLOT, ONE}:
             return None
-        return replace(mask, axes=(*mask.axes[:dim], ONE, *mask.axes[dim + 1 :]), expert=start)
+        kept = [ONE if each in summed else axis for each, axis in enumerate(mask.axes) if keepdim or each not in summed]
+        return replace(mask, axes=tuple(kept), any_slot=True), leaf.args
 
+    def _placed(self, mask: Mask, places: Sequence[Any], source: Value, value: Value) -> Mask | None:
+        """``mask``, whose axes are those of ``source``, as it is in ``value``, which reads ``source`` at ``places``."""
+        of_source, shape = self.operators.meta(source).shape, self.operators.meta(value).shape
+        axes, expert = [ONE] * len(shape), mask.expert
+        alone = []
+        for axis, place, size in itertools.zip_longest(mask.axes, places, of_source):
+            if place in _AXES[: len(shape)]:
+                at = _AXES.index(place)
+                if axes[at] != ONE or (size is not None and shape[at] != size):
+                    return None
+                axes[at] = axis
+            elif axis == EXPERT and place.is_Integer:
+                expert = int(place)
+            elif place == 0 and is_known(size, 1):
+                alone.append(axis)
+            else:
+                return None
+        for axis in alone:
+            # Of dimensions of size one it does not matter which is which.
+            at = next((at for at, size in enumerate(shape) if axes[at] == ONE and is_known(size, 1)), None)
+            if at is not None:
+                axes[at] = axis
+            elif axis == TOKEN:
+                return None
+        if any(axis == ONE and not is_known(size, 1) for axis, size in zip(axes, shape, strict=True)):
+            return None
+        nodes = self._between(value.node, mask.selected)
+        classes = mask.classes or self._classes(nodes, mask.selected)
+        if EXPERT in axes and shape[axes.index(EXPERT)] != classes:
+            classes = None
+        return replace(mask, axes=tuple(axes), expert=expert, classes=classes, nodes=nodes)
 
-def _selected(mask: Mask, dim: int, index: Any) -> Mask | None:
-    if type(index) is not int:
+    def _between(self, node: fx.Node, selected: Value) -> tuple[fx.Node, ...]:
+        """The nodes by which ``node`` is made of ``selected``, and of numbers."""
+        found: set[fx.Node] = set()
+        waiting = [node]
+        while waiting:
+            node = waiting.pop()
+            kind = value_of(node)
+            is_passed = not found or (isinstance(kind, torch.Tensor) and not kind.is_floating_point())
+            if not node.op.startswith("call_") or node in found or not is_passed:
+                continue
+            # The other results of the same node, such as the values of ``topk``, may be written meanwhile.
+            if node is not selected.node and self.operators.value(node) != selected:
+                found.add(node)
+                # Nor is it made of what its operand held before something wrote ``selected`` there.
+                waiting += [arg for arg in node.all_input_nodes if self.operators.read(arg, node) != selected]
+        return tuple(sorted(found))
+
+    def _classes(self, nodes: Sequence[fx.Node], selected: Value) -> int | None:
+        """The classes of a ``one_hot`` on the way, which refuses other ids."""
+        for call in (call for node in nodes for call in self.operators.calls(node) or ()):
+            match call:
+                case Call(aten.one_hot, {"self": Value() as ids, "num_classes": int() as classes}) if classes > 0:
+                    of = self._reader.read(ids, _AXES[: self.operators.meta(ids).rank])
+                    if self._reader.leaves.get(getattr(of.func, "__name__", "")) == selected:
+                        return classes
         return None
-    if mask.axes[dim] == ONE:
-        return replace(mask, axes=_without(mask.axes, dim))
-    if mask.axes[dim] != EXPERT or mask.classes is None:
-        return None
-    # A negative index counts from the last class.
-    return replace(mask, axes=_without(mask.axes, dim), expert=index if index >= 0 else mask.classes + index)
-
-
-def _without(axes: tuple[str, ...], dim: int) -> tuple[str, ...]:
-    return (*axes[:dim], *axes[dim + 1 :])
 
 
 def names_a_token_once(rows: RowSet, operators: Operators) -> bool:
@@ -264,7 +334,7 @@ def are_distinct(operators: Operators, selected: Value) -> bool:
         if call.operator is torch.ops.aten.topk:
             rank = operators.meta(value).rank
             return value.leaf == 1 and call.arguments["dim"] in (-1, rank - 1)
-        if call.operator not in COPIES and call.overload not in SAME_ELEMENTS:
+        if call.operator not in COPIES and call.overload is not aten.view.default:
             return False
         value = call.arguments["self"]
     return False

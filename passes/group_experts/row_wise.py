@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import enum
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
+from glue_compiler.fx.normal import Arguments, functional, normal
 from glue_compiler.fx.operators import Operators, given_leaves
 from glue_compiler.fx.records import CallRecord, Given, Made, Meta, RecordedOperator, Unknown, meta_of
 from glue_compiler.fx.values import leaves, storage_of, storages_of, value_of
@@ -21,41 +23,38 @@ aten = torch.ops.aten
 
 # Not tagged as pointwise, though they are: each element by itself.
 _ELEMENTWISE = {
-    aten._to_copy.default,
-    aten.clone.default,
-    aten.hardswish.default,
-    aten.leaky_relu.default,  # untagged in 2.11
-    aten.log_sigmoid_forward.default,
-    aten.detach.default,
-    aten.alias.default,
-    aten.lift_fresh.default,
+    aten._to_copy,
+    aten.clone,
+    aten.hardswish,
+    aten.leaky_relu,  # untagged in 2.11
+    aten.log_sigmoid_forward,
+    aten.detach,
+    aten.alias,
+    aten.lift_fresh,
 }
-# They act along the dimensions that their argument of this name says; where that says none, along all.
+# They act along the dimensions that an argument says; where none does, along all.
 _ALONG = {
-    aten._softmax.default: "dim",
-    aten._log_softmax.default: "dim",
-    aten.glu.default: "dim",
-    aten.sum.dim_IntList: "dim",
-    aten.mean.dim: "dim",
-    aten.amax.default: "dim",
-    aten.amin.default: "dim",
-    aten.max.dim: "dim",
-    aten.min.dim: "dim",
-    aten.var.correction: "dim",
-    aten.logsumexp.default: "dim",
-    aten.linalg_vector_norm.default: "dim",
-    aten.slice.Tensor: "dim",
-    aten.select.int: "dim",
-    aten.split.Tensor: "dim",
-    aten.split_with_sizes.default: "dim",
-    aten.unbind.int: "dim",
-    aten.squeeze.dim: "dim",
-    aten.squeeze.dims: "dim",
-    aten.cumsum.default: "dim",
-    aten.flip.default: "dims",
+    aten.softmax,
+    aten.log_softmax,
+    aten.glu,
+    aten.sum,
+    aten.mean,
+    aten.amax,
+    aten.amin,
+    aten.max,
+    aten.min,
+    aten.var,
+    aten.logsumexp,
+    aten.linalg_vector_norm,
+    aten.slice,
+    aten.select,
+    aten.split,
+    aten.split_with_sizes,
+    aten.unbind,
+    aten.squeeze,
+    aten.cumsum,
+    aten.flip,
 }
-_VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default}
-_LEFT_PRODUCTS = {aten.mm.default: "self", aten.addmm.default: "mat1"}
 
 
 class Rows(enum.Enum):
@@ -74,8 +73,8 @@ def out_of_place(operators: Operators, node: fx.Node) -> tuple[Any, tuple[Any, .
     if record is None or len(record.operators) != 1 or record.operators[0].written != ("self",):
         return None
     call = record.operators[0]
-    functional, given = _functional(call.overload), given_leaves(node)
-    if functional is None or not isinstance(call.arguments["self"], Given) or record.result != (Made(0),):
+    target, given = functional(call.overload), given_leaves(node)
+    if target is None or not isinstance(call.arguments["self"], Given) or record.result != (Made(0),):
         return None
     written, value = given[call.arguments["self"].position][0], value_of(node)
     storage = storage_of(value) if isinstance(value, torch.Tensor) else None
@@ -93,19 +92,9 @@ def out_of_place(operators: Operators, node: fx.Node) -> tuple[Any, tuple[Any, .
         elif not isinstance(argument, int | float | bool | str | type(None)):
             return None
         arguments[name] = argument
-    keywords = {each.name for each in functional._schema.arguments if each.kwarg_only}
+    keywords = {each.name for each in target._schema.arguments if each.kwarg_only}
     positional = tuple(argument for name, argument in arguments.items() if name not in keywords)
-    return functional, positional, {name: arguments[name] for name in keywords & arguments.keys()}
-
-
-def _functional(overload: Any) -> Any | None:
-    """``add.Tensor`` of ``add_.Tensor``."""
-    packet = getattr(aten, overload._schema.name.removeprefix("aten::")[:-1], None)
-    found = getattr(packet, overload._overloadname, None) if packet is not None else None
-    if found is None or found._schema.is_mutable or not overload._schema.name.endswith("_"):
-        return None
-    names = [[argument.name for argument in each._schema.arguments] for each in (overload, found)]
-    return found if names[0] == names[1] else None
+    return target, positional, {name: arguments[name] for name in keywords & arguments.keys()}
 
 
 def mixes_rows(
@@ -135,14 +124,14 @@ def mixes_rows(
     return None
 
 
+@dataclass
 class _Judge:
     """Follows the row tensors through the operators of one call."""
 
-    def __init__(self, record: CallRecord, metas: list[Meta], kinds: dict[Any, Rows], rows: Any) -> None:
-        self.record = record
-        self.metas = metas
-        self.kinds = kinds
-        self.rows = rows
+    record: CallRecord
+    metas: list[Meta]
+    kinds: dict[Any, Rows]
+    rows: Any
 
     def is_row(self, reference: Any) -> bool:
         return self.kinds.get(reference) is Rows.ROWS
@@ -156,16 +145,17 @@ class _Judge:
         return self.record.operators[reference.step].results[reference.result]
 
     def problem(self, step: int, call: RecordedOperator) -> str | None:
-        references = list(_references(list(call.arguments.values())))
+        references = [each for each in leaves(dict(call.arguments)) if isinstance(each, Given | Made | Unknown)]
         kinds = {self.kinds[each] for each in references if each in self.kinds}
         results = [Made(step, i) for i, result in enumerate(call.results) if isinstance(result, Meta)]
         if not kinds or _reads_metadata(call.overload):
             return None
-        func = (_functional(call.overload) if call.written == ("self",) else None) or call.overload
-        if any(isinstance(each, Unknown) for each in references) or (call.written and func is call.overload):
-            return f"what {func} reads or writes is not known"
+        is_followed = not call.written or (call.written == ("self",) and functional(call.overload) is not None)
+        if not is_followed or any(isinstance(each, Unknown) for each in references):
+            return f"what {call.overload} reads or writes is not known"
+        func, arguments = normal(call.overload, call.arguments, call.results[0])
         self.kinds.update(dict.fromkeys(results, Rows.ROWS if Rows.ROWS in kinds else Rows.VECTOR))
-        is_pointwise = torch.Tag.pointwise in func.tags or func in _ELEMENTWISE
+        is_pointwise = torch.Tag.pointwise in func.tags or func.overloadpacket in _ELEMENTWISE
         if Rows.VECTOR in kinds and not is_pointwise:
             return f"{func} takes an operand of each expert's own"
         if Rows.ROWS not in kinds:
@@ -173,40 +163,48 @@ class _Judge:
         given = [each for each in references if self.is_row(each)]
         if not all(self._has_rows(each) for each in (*given, *results)):
             return f"{func} moves or changes the rows"
+        rank = call.results[0].rank
         if is_pointwise:
-            return self._broadcasts(func, references, call.results[0].rank)
-        return self._moves(func, call.arguments, given)
+            return self._broadcasts(func, references, rank)
+        if self._keeps_rows(func, arguments, given, rank):
+            return None
+        why = "acts across the rows" if func.overloadpacket in _ALONG else "is not known to keep rows apart"
+        return f"{func} {why}"
 
     def _has_rows(self, reference: Any) -> bool:
         shape = self._meta(reference).shape
         return bool(shape) and bool(shape[0] == self.rows)
 
-    def _moves(self, func: Any, arguments: Mapping[str, Any], given: list[Any]) -> str | None:
-        first = arguments.get("self", arguments.get("input"))
-        rank = self._meta(first).rank if isinstance(first, Given | Made) else 0
-        if func is aten.cat.default and len(given) == len(arguments["tensors"]):
-            return _along(func, arguments["dim"], self._meta(given[0]).rank)
-        if len(given) != 1 or (given[0] != first and func not in _LEFT_PRODUCTS):
-            return f"{func} is not known to keep rows apart"
-        if func in _ALONG:
-            return _along(func, arguments[_ALONG[func]], rank)
-        if func in _VIEWS:
-            return None  # row-major, and as many rows before as after: each row keeps its elements
-        if func is aten.unsqueeze.default:
-            return None if arguments["dim"] % (rank + 1) > 0 else f"{func} moves the rows"
-        if func is aten.permute.default:
-            return None if arguments["dims"][0] % rank == 0 else f"{func} moves the rows"
-        if func is aten.transpose.int:
-            moved = {arguments["dim0"] % rank, arguments["dim1"] % rank}
-            return f"{func} moves the rows" if 0 in moved and len(moved) > 1 else None
-        if func in _LEFT_PRODUCTS:
-            bias = arguments["self"] if func is aten.addmm.default else None
-            bias_rows = self._meta(bias).shape[:-1] if isinstance(bias, Given | Made) else ()
-            left = given[0] == arguments[_LEFT_PRODUCTS[func]] and all(_is_one(size) for size in bias_rows)
-            return None if left else f"{func} is not known to keep rows apart"
-        if func is aten.native_layer_norm.default:
-            return None if len(arguments["normalized_shape"]) < rank else f"{func} normalises over the rows"
-        return f"{func} is not known to keep rows apart"
+    def _keeps_rows(self, func: Any, given: Arguments, rows: list[Any], made: int) -> bool:
+        """Of an operator on ``rows``. ``made``: the rank of the result."""
+        if func is aten.cat.default:
+            rank = self._meta(rows[0]).rank
+            return len(rows) == len(given["tensors"]) and given["dim"] % rank > 0
+        if len(rows) != 1:
+            return False
+        rank = self._meta(rows[0]).rank
+        if func is aten.addmm.default:
+            sizes = self._meta(given["self"]).shape[:-1]
+            return bool(rows[0] == given["mat1"]) and all(_is_one(size) for size in sizes)
+        if rows[0] != given.get("self", given.get("input")):
+            return False
+        if func.overloadpacket in _ALONG:
+            dims = list(leaves([given.get("dim", given.get("dims"))]))
+            return bool(dims) and all(dim is not None and dim % rank > 0 for dim in dims)
+        match func:
+            case aten.expand.default:  # to more dimensions, the rows may be the last one, repeated as often
+                return made == rank
+            case aten.view.default:
+                return True  # row-major, and as many rows before as after: each row keeps its elements
+            case aten.unsqueeze.default:
+                return bool(given["dim"] % (rank + 1) > 0)
+            case aten.permute.default:
+                return bool(given["dims"][0] % rank == 0)
+            case aten.matmul.default:
+                return rank == 2
+            case aten.native_layer_norm.default:
+                return len(given["normalized_shape"]) < rank
+        return False
 
     def _broadcasts(self, func: Any, references: list[Any], rank: int) -> str | None:
         for reference in references:
@@ -219,20 +217,6 @@ class _Judge:
             if shared:
                 return f"{func} combines the rows with a tensor that has another value for each row"
         return None
-
-
-def _references(value: Any) -> list[Any]:
-    if isinstance(value, Given | Made | Unknown):
-        return [value]
-    if isinstance(value, tuple | list):
-        return [each for item in value for each in _references(item)]
-    return []
-
-
-def _along(func: Any, dims: Any, rank: int) -> str | None:
-    several = dims if isinstance(dims, tuple | list) else [dims]
-    across = not several or any(dim is None or dim % rank == 0 for dim in several)
-    return f"{func} acts across the rows" if across else None
 
 
 def _reads_metadata(func: Any) -> bool:

@@ -12,20 +12,21 @@ from typing import Any
 import torch
 from torch import fx
 
-from glue_compiler import compat
+from glue_compiler.compat import symbols
 from glue_compiler.fx.effects import Kind
 from glue_compiler.fx.operators import Call, Value
-from glue_compiler.fx.values import expression, source_line, storage_of, storages_of, value_of
-from glue_compiler.graph_pass import Skip
+from glue_compiler.fx.reachable import reachable
+from glue_compiler.fx.values import expression, storage_of, storages_of, value_of
 from glue_compiler.passes.group_experts.checks import ReadGraph
 from glue_compiler.passes.group_experts.copies import Fill, fill_of
-from glue_compiler.passes.group_experts.counts import CountSum, HostNumbers, RowCounts, Total
+from glue_compiler.passes.group_experts.counts import HostNumbers, Total, total_of
 from glue_compiler.passes.group_experts.ends import joined
 from glue_compiler.passes.group_experts.expert_bodies import BodyMatcher
 from glue_compiler.passes.group_experts.permuted_rows import sort_of
 from glue_compiler.passes.group_experts.pieces import ExpertPieces, Piece, Pieces, PieceWrite
 from glue_compiler.passes.group_experts.plan import Concatenation, GroupedLoop, LeftAlone, Plan, SortedRows
 from glue_compiler.passes.group_experts.steps import AllRows, Product, Step
+from glue_compiler.pipeline.results import Skip
 
 aten = torch.ops.aten
 
@@ -43,7 +44,6 @@ class _Reader:
     def __init__(self, graph: ReadGraph, pieces: list[Piece], writes: list[PieceWrite]) -> None:
         self.graph = graph
         self.operators = graph.operators
-        self.row_counts = RowCounts(graph.sets)
         self.shape_env = getattr(graph.operators.analysis.fake_mode, "shape_env", None)
         self.pieces = {piece.node: piece for piece in pieces}
         self.equal_sizes: dict[Any, Any] = {}
@@ -83,21 +83,19 @@ class _Reader:
         for piece in left_over.values():
             if piece.split is not None or not piece.extent[0].is_constant:
                 reason = "pieces of rows are not put together again in order, by cat or in a fresh tensor"
-                plan.skips.append(Skip(reason, piece.node.name, source_line(piece.node)))
+                plan.skips.append(Skip.at(piece.node, reason))
         return plan
 
     def _rows(self, result: fx.Node, expert: int) -> ExpertPieces | None:
         """The pieces that ``result`` is computed from; None if there are none, or of different extents."""
-        found: set[fx.Node] = set()
-        waiting, seen = [result], {result}
-        while waiting:
-            node = waiting.pop()
-            if node in self.pieces:
-                found.add(node)
-            elif node not in self.end_nodes and isinstance(value_of(node), torch.Tensor | tuple | list):
-                new = [arg for arg in node.all_input_nodes if arg not in seen]
-                seen.update(new)
-                waiting += new
+
+        def operands(node: fx.Node) -> list[fx.Node]:
+            is_end = node in self.pieces or node in self.end_nodes
+            return (
+                node.all_input_nodes if not is_end and isinstance(value_of(node), torch.Tensor | tuple | list) else []
+            )
+
+        found = reachable([result], operands) & self.pieces.keys()
         pieces = tuple(self.pieces[node] for node in self.graph.in_order(found))
         return ExpertPieces(pieces, expert) if len({piece.extent for piece in pieces}) == 1 else None
 
@@ -141,14 +139,14 @@ class _Reader:
             lengths=tuple(each.pieces[0].length for each in rows),
             source=pieces[0].source,
             must_check=must_check,
-            has_rows=(covers or must_check) and compat.lower_bound(all_rows, self.shape_env) > 0,
+            has_rows=(covers or must_check) and symbols.lower_bound(all_rows, self.shape_env) > 0,
             numbers=frozenset(trail - {counts} | numbers.dead_ends(trail - {counts}, lengths)),
         )
-        return GroupedLoop(partition, steps, end, frozenset(inside), self.graph.mode_of(end.place).opened)
+        return GroupedLoop(partition, steps, end, frozenset(inside))
 
     def _total(self, counts: Value, experts: int, all_rows: Any) -> Total | None:
         """What the counts of the experts sum to, if it is at most all rows."""
-        total = self.row_counts.total(counts)
+        total = total_of(counts, self.graph.sets)
         if total is None or not bool(total.rows == all_rows):
             return None
         return Total(total.rows, total.exact and self.operators.meta(counts).shape[0] == experts)
@@ -163,7 +161,7 @@ class _Reader:
             calls = operators.calls(user) if user.op.startswith("call_") else None
             match calls[-1] if calls else None:
                 case Call(
-                    aten.index_put_,
+                    aten.index_put,
                     {"self": Value() as into, "indices": (Value() as order,), "values": value, "accumulate": False},
                 ) if value == operators.value(whole):
                     pass
@@ -181,10 +179,9 @@ class _Reader:
                 return True
         return False
 
-    @staticmethod
-    def _counts(rows: list[ExpertPieces]) -> Value:
+    def _counts(self, rows: list[ExpertPieces]) -> Value:
         """The vector whose items, in order, are the lengths of the pieces."""
-        at = CountSum()
+        at: Any = 0
         vectors: set[Value] = set()
         for each in rows:
             start, stop = each.extent
@@ -193,14 +190,11 @@ class _Reader:
                     "the first piece does not begin at row 0" if not each.expert else "the pieces are not consecutive"
                 )
                 raise LeftAlone(f"{where}, in the order in which the results are put together")
-            length = stop - start
-            item = next(iter(length.items), None)
-            if length.constant or len(length.items) != 1 or item is None or item[1] != 1 or item[0][1] != each.expert:
+            vector, place = self.graph.sums.vector(each.pieces[0].length) or (None, None)
+            if vector is None or place != each.expert or not vectors <= {vector}:
                 raise LeftAlone("the numbers of rows of the experts are not the items of one vector, in order")
-            vectors.add(item[0][0])
+            vectors.add(vector)
             at = stop
-        if len(vectors) != 1:
-            raise LeftAlone("the numbers of rows of the experts are not the items of one vector, in order")
         return vectors.pop()
 
     def _size(self, size: Any) -> Any:

@@ -9,19 +9,20 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
 from glue_compiler.capture.regions import HITS, REGIONS, NonEmptyBranch, SpeculativeRegion, UnrolledLoop
-from glue_compiler.fx.effects import EffectAnalysis, Kind
+from glue_compiler.fx.effects import Kind
 from glue_compiler.fx.operators import Call, Value
-from glue_compiler.fx.values import source_line, value_of
-from glue_compiler.graph_pass import Skip
+from glue_compiler.fx.values import value_of
 from glue_compiler.passes.group_experts.checks import ReadGraph
-from glue_compiler.passes.group_experts.counts import COUNT_DTYPES, CountSum, CountSums, counts_by_expert
+from glue_compiler.passes.group_experts.counts import COUNT_DTYPES, CountSums, counts_by_expert
 from glue_compiler.passes.group_experts.plan import Concatenation, GroupedLoop, RoutedRows, SortedRows
 from glue_compiler.passes.group_experts.row_sets import RowSet
 from glue_compiler.passes.group_experts.steps import Product, Stacked
+from glue_compiler.pipeline.results import Skip
 
 aten = torch.ops.aten
 
@@ -48,7 +49,7 @@ def proved_regions(
             traced.setdefault(region, []).append(node)
     inside = {*written, *(node for loop in loops for node in loop.absorbed | loop.numbers)}
     for region, nodes in traced.items():
-        reason = _left_over(gm, region, nodes, inside, graph.operators.analysis)
+        reason = _left_over(graph, region, nodes, inside)
         if not reason and isinstance(region, UnrolledLoop):
             mine = [loop for loop in loops if any(sink.node in nodes for sink in loop.sinks)]
             reason = _counts_others(region, unrolled.get(region), mine, graph)
@@ -57,18 +58,14 @@ def proved_regions(
         if reason:
             place = unrolled.get(region) or nodes[0]
             what = "loop over the hit experts" if isinstance(region, UnrolledLoop) else "branch on the number of rows"
-            skips.append(Skip(f"a {what} stays as Dynamo has it: {reason}", place.name, source_line(place)))
+            skips.append(Skip.at(place, f"a {what} stays as Dynamo has it: {reason}"))
         else:
             proved.append(region)
     return proved, skips
 
 
 def _left_over(
-    gm: fx.GraphModule,
-    region: SpeculativeRegion,
-    traced: list[fx.Node],
-    inside: Collection[fx.Node],
-    analysis: EffectAnalysis,
+    graph: ReadGraph, region: SpeculativeRegion, traced: list[fx.Node], inside: Collection[fx.Node]
 ) -> str | None:
     if region.harm is not None:
         return region.harm
@@ -76,7 +73,7 @@ def _left_over(
         return "the graph ends inside of it"
     left: set[fx.Node] = set()
     for node in reversed(traced):
-        dead = analysis.of(gm, node).kind is Kind.PURE and all(user in left or user in inside for user in node.users)
+        dead = graph.effects[node].kind is Kind.PURE and all(user in left or user in inside for user in node.users)
         if node in inside or dead:
             left.add(node)
         else:
@@ -118,7 +115,7 @@ def _counted(hits: fx.Node, graph: ReadGraph) -> Value | None:
         case _:
             return None
     match operators.does(hit):
-        case Call(aten.gt | aten.greater, {"self": Value() as total, "other": 0}):
+        case Call(aten.gt, {"self": Value() as total, "other": 0}):
             mask = counts_by_expert(total, graph.sets)
             return mask.selected if mask is not None else None
     return None
@@ -183,9 +180,7 @@ def _is_of(number: fx.Node, rows: RowSet, graph: ReadGraph) -> bool:
     return read.expert == rows.expert and meta.rank == 0 and meta.dtype in (torch.bool, *COUNT_DTYPES)
 
 
-def _is_kept(
-    held: Sequence[Any], symbol: Any, asked: CountSum | None, sums: CountSums, present: Collection[fx.Node]
-) -> bool:
+def _is_kept(held: Sequence[Any], symbol: Any, asked: Any, sums: CountSums, present: Collection[fx.Node]) -> bool:
     """Held before and after: do they differ by the number that is zero, or not at all? The last one's is not used."""
     if len(held) == 1:
         return True
@@ -194,7 +189,7 @@ def _is_kept(
     if not any(value is None or isinstance(value, fx.Node) for value in held):
         return held[1] - held[0] in (0, symbol)
     before, after = (sums.of(value) for value in held)
-    return before is not None and after is not None and after - before in (CountSum(), asked)
+    return before is not None and after is not None and sympy.expand(after - before) in (0, asked)
 
 
 def _is_joined(cat: fx.Node | None, traced: Collection[fx.Node], loops: Sequence[GroupedLoop]) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from glue_compiler.fx.index_operators import CONVERSIONS
 from glue_compiler.fx.operators import Operators
 from glue_compiler.fx.values import leaves, value_of
 
@@ -127,36 +128,25 @@ class RowWise(Step):
 
 def rows_of(step: Step) -> list[Row]:
     """The results of earlier steps that a step takes, as often as it takes them."""
-    found: list[Row] = []
-
-    def look(value: Any) -> None:
-        if isinstance(value, Row):
-            found.append(value)
-        elif isinstance(value, tuple | list):
-            for item in value:
-                look(item)
-        elif isinstance(value, dict):
-            look(list(value.values()))
-
-    look([getattr(step, name) for name in ("args", "kwargs", "row", "x") if hasattr(step, name)])
-    return found
+    operands = [getattr(step, name) for name in ("args", "kwargs", "row", "x") if hasattr(step, name)]
+    return [item for item in leaves(operands) if isinstance(item, Row)]
 
 
 def sum_of(step: Step, operators: Operators) -> tuple[Any, Any] | None:
     """The two operands, if the step is ``a + b``."""
-    return _operands_of(step, operators, (aten.add.Tensor, aten.add_.Tensor))
+    return _operands_of(step, operators, aten.add)
 
 
 def product_of(step: Step, operators: Operators) -> tuple[Any, Any] | None:
     """The two operands, if the step is ``a * b``, element by element."""
-    return _operands_of(step, operators, (aten.mul.Tensor, aten.mul_.Tensor))
+    return _operands_of(step, operators, aten.mul)
 
 
-def _operands_of(step: Step, operators: Operators, overloads: tuple[Any, ...]) -> tuple[Any, Any] | None:
+def _operands_of(step: Step, operators: Operators, operator: Any) -> tuple[Any, Any] | None:
     if not isinstance(step, RowWise):
         return None
     calls = operators.calls(step.node)
-    if not calls or len(calls) != 1 or calls[0].overload not in overloads or calls[0].arguments.get("alpha", 1) != 1:
+    if not calls or len(calls) != 1 or calls[0].operator is not operator or calls[0].arguments.get("alpha", 1) != 1:
         return None
     # Both commute, so it does not matter which operand is which.
     found = [operand for operand in leaves([step.args, step.kwargs]) if isinstance(operand, Row | Vector)]
@@ -209,7 +199,7 @@ def weighted_sum(steps: tuple[Step, ...], dtype: torch.dtype, operators: Operato
 def _is_cast(step: Step, dtype: torch.dtype, operators: Operators) -> bool:
     """To ``dtype``, which the sum is rounded to anyway."""
     calls = operators.calls(step.node) if isinstance(step, RowWise) else None
-    casts = calls is not None and len(calls) == 1 and calls[0].operator in (aten.to, aten._to_copy, aten.type_as)
+    casts = calls is not None and len(calls) == 1 and calls[0].operator in CONVERSIONS
     return casts and value_of(step.node).dtype == dtype and len(rows_of(step)) == 1
 
 

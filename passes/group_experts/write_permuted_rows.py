@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 
 import torch
 from torch import fx
 
 from glue_compiler.fx.dead_nodes import erase_dead
+from glue_compiler.fx.node_maker import NodeMaker
 from glue_compiler.fx.operators import Operators
 from glue_compiler.fx.values import value_of
-from glue_compiler.graph_pass import PassContext
-from glue_compiler.passes.group_experts.grouped_body import Emitter, after, saved_weights
+from glue_compiler.passes.group_experts.grouped_body import after, saved_weights
 from glue_compiler.passes.group_experts.permuted_rows import PermutedRows, SummedRows, TakenRows
+from glue_compiler.pipeline.graph_pass import PassContext
 
 aten, _glue = torch.ops.aten, torch.ops.glue
 
@@ -57,42 +59,41 @@ class _Writer:
     def __init__(self, gm: fx.GraphModule, operators: Operators) -> None:
         self.gm = gm
         self.operators = operators
+        self.make = NodeMaker(operators.analysis.fake_mode)
         self.places: dict[fx.Node, tuple[fx.Node, fx.Node, fx.Node]] = {}
         self.replaced: dict[fx.Node, fx.Node] = {}
 
     def take(self, rows: TakenRows) -> None:
-        emit = self._emitter(rows.node)
-        order, inverse, ends = self._places(emit, rows.order)
-        with self.gm.graph.inserting_before(rows.node):
+        places = self._places(rows.order, rows.node)
+        with self._before(rows.node, rows.node):
             tokens = self.replaced.get(rows.tokens, rows.tokens)
-            made = emit.call(_glue.expert_gather.default, tokens, order, inverse, ends, rows.top_k)
+            made = self.make.call(_glue.expert_gather.default, tokens, *places, rows.top_k)
         self._replace(rows.node, made)
 
     def sum(self, rows: SummedRows) -> None:
-        emit = self._emitter(rows.node)
-        places = self._places(emit, rows.order)
-        with self.gm.graph.inserting_before(rows.node):
+        places = self._places(rows.order, rows.node)
+        with self._before(rows.node, rows.node):
             source = self.replaced.get(rows.rows, rows.rows)
             weights = rows.weights
             if weights is not None:
-                weights = saved_weights(emit, self.operators, weights, rows.node)
+                weights = saved_weights(self.make, self.operators, weights, rows.node)
             dtype = value_of(rows.node).dtype
-            made = emit.call(_glue.expert_combine.default, source, *places, rows.top_k, weights, dtype)
+            made = self.make.call(_glue.expert_combine.default, source, *places, rows.top_k, weights, dtype)
         self._replace(rows.node, made)
 
-    def _emitter(self, node: fx.Node) -> Emitter:
-        return Emitter(self.gm, (node,), self.operators.analysis, self.operators.mode(node).opened)
+    def _before(self, node: fx.Node, source: fx.Node) -> AbstractContextManager[None]:
+        return self.make.before(node, self.operators.mode(node), source)
 
-    def _places(self, emit: Emitter, order: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
+    def _places(self, order: fx.Node, source: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
         """As ``expert_sort`` gives them: the slot of each row, the row of each slot, and where the rows end."""
         if order not in self.places:
             kind = {"dtype": torch.int32, "device": value_of(order).device}
-            with self.gm.graph.inserting_before(after(order)):
-                narrow = emit.method("to", order, torch.int32)
-                slots = emit.size(order, 0)
-                numbers = emit.call(torch.arange, slots, **kind)
-                inverse = emit.call(aten.scatter.src, numbers, 0, order, numbers)
-                ends = emit.call(torch.full, (1,), slots, **kind)
+            with self._before(after(order), source):
+                narrow = self.make.method("to", order, torch.int32)
+                slots = self.make.size(order, 0)
+                numbers = self.make.call(torch.arange, slots, **kind)
+                inverse = self.make.call(aten.scatter.src, numbers, 0, order, numbers)
+                ends = self.make.call(torch.full, (1,), slots, **kind)
             self.places[order] = narrow, inverse, ends
         return self.places[order]
 

@@ -8,9 +8,10 @@ from typing import Any, ClassVar
 from torch import fx
 
 from glue_compiler.fx.value_numbering import number_values
-from glue_compiler.graph_pass import GraphPass, Numerics, PassContext, PassResult, Skip
 from glue_compiler.passes.hoist_metadata.analysis import limit_plan, plan_hoisting
 from glue_compiler.passes.hoist_metadata.rewrite import apply_plan
+from glue_compiler.pipeline.graph_pass import GraphPass, PassContext, PassResult
+from glue_compiler.pipeline.results import Numerics, Skip
 
 
 class HoistMetadata(GraphPass):
@@ -23,7 +24,6 @@ class HoistMetadata(GraphPass):
 
     name: ClassVar[str] = "hoist_metadata"
     numerics: ClassVar[Numerics] = Numerics.BITWISE
-    provides: ClassVar[frozenset[str]] = frozenset({"metadata_unique"})
 
     def cache_options(self, options: Any) -> Any:
         return options.hoist_limit

@@ -2,38 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 
-from glue_compiler.fuel import Fuel
+from glue_compiler.byte_sizes import with_unit
 from glue_compiler.fx.effects import Effects, Kind
 from glue_compiler.fx.value_numbering import Number, Numbering, Occurrence, Scope
 from glue_compiler.fx.values import (
     most_bytes,
+    own_storages,
     producer_of,
     requires_grad,
-    source_line,
     storages_of,
     tensors_in,
     unbacked_in,
     value_of,
 )
-from glue_compiler.graph_pass import Skip
-
-
-@dataclass(frozen=True)
-class Merge:
-    """``duplicates`` compute what ``keep`` has computed: an earlier node, or one that is lifted into the graph."""
-
-    keep: fx.Node
-    duplicates: tuple[fx.Node, ...]
-
-    def of(self, duplicates: Iterable[fx.Node]) -> Merge:
-        return Merge(self.keep, tuple(duplicates))
+from glue_compiler.pipeline.fuel import Fuel
+from glue_compiler.pipeline.results import Skip
 
 
 @dataclass(frozen=True)
@@ -53,12 +43,15 @@ class Lift:
 
 
 @dataclass
-class Plan:
-    """What to rewrite in one graph (``scope``) and in the bodies called from it."""
+class HoistPlan:
+    """What to rewrite in one graph (``scope``) and in the bodies called from it.
+
+    ``merges``: for each duplicate what computes the same, an earlier node, or one that is lifted into the graph.
+    """
 
     scope: Scope
     lifts: list[Lift] = field(default_factory=list)
-    merges: list[Merge] = field(default_factory=list)
+    merges: dict[fx.Node, fx.Node] = field(default_factory=dict)
     equal_symbols: dict[Any, Any] = field(default_factory=dict)
     skips: list[Skip] = field(default_factory=list)
 
@@ -72,11 +65,12 @@ class Plan:
 
     def replaced(self) -> dict[fx.Node, fx.Node]:
         """The nodes that go away, and for each the one that takes its place, or of which that is a copy."""
-        merged = {node: merge.keep for merge in self.merges for node in merge.duplicates}
-        return merged | {each.node: lift.existing or lift.first.node for lift in self.lifts for each in lift.in_bodies}
+        return self.merges | {
+            each.node: lift.existing or lift.first.node for lift in self.lifts for each in lift.in_bodies
+        }
 
 
-def plan_hoisting(numbering: Numbering, scope: Scope, byte_limit: int, shape_env: Any) -> Plan:
+def plan_hoisting(numbering: Numbering, scope: Scope, byte_limit: int, shape_env: Any) -> HoistPlan:
     """Plan for ``scope`` and its direct children. Reads only.
 
     Args:
@@ -86,23 +80,20 @@ def plan_hoisting(numbering: Numbering, scope: Scope, byte_limit: int, shape_env
     return _Planner(numbering, scope, byte_limit, shape_env).run()
 
 
-def limit_plan(plan: Plan, fuel: Fuel) -> Plan:
+def limit_plan(plan: HoistPlan, fuel: Fuel) -> HoistPlan:
     """The part of ``plan`` that ``fuel`` allows: a beginning of it, because a rewrite builds on earlier ones.
 
     A single rewrite is one lift, or one duplicate that is merged.
     """
     lifts = fuel.allowed((f"lift {lift.first.node.name} out of a body", lift) for lift in plan.lifts)
-    planned = {node for merge in plan.merges for node in merge.duplicates}
     gone: set[fx.Node] = set()
-    for merge in plan.merges:
-        for node in merge.duplicates:
-            if node in gone or fuel.take(f"merge {node.name} into {merge.keep.name}"):
-                gone.add(node)
-                # Torch's fake tensors know one symbol for what is read of one tensor: two readers must not remain.
-                gone.update(user for user in node.users if user in planned and own_symbols(user))
-    merges = [merge.of(node for node in merge.duplicates if node in gone) for merge in plan.merges]
-    merges = [merge for merge in merges if merge.duplicates]
-    limited = Plan(plan.scope, list(lifts), merges, skips=plan.skips)
+    for node, keep in plan.merges.items():
+        if node in gone or fuel.take(f"merge {node.name} into {keep.name}"):
+            gone.add(node)
+            # Torch's fake tensors know one symbol for what is read of one tensor: two readers must not remain.
+            gone.update(user for user in node.users if user in plan.merges and own_symbols(user))
+    merges = {node: keep for node, keep in plan.merges.items() if node in gone}
+    limited = HoistPlan(plan.scope, list(lifts), merges, skips=plan.skips)
     symbols = limited.symbols_gone()
     limited.equal_symbols.update({symbol: to for symbol, to in plan.equal_symbols.items() if symbol in symbols})
     return limited
@@ -128,7 +119,7 @@ class _Planner:
         self.scope = scope
         self.byte_limit = byte_limit
         self.shape_env = shape_env
-        self.plan = Plan(scope)
+        self.plan = HoistPlan(scope)
         self.outer: dict[Number, list[Occurrence]] = {}
         self.inner: dict[Number, list[Occurrence]] = {}
         for number, occurrences in numbering.occurrences.items():
@@ -144,7 +135,7 @@ class _Planner:
         self.new_nodes: dict[Number, fx.Node] = {}
         self.skips_of_size: dict[Number, Skip] = {}
 
-    def run(self) -> Plan:
+    def run(self) -> HoistPlan:
         in_order = sorted(self.inner, key=lambda number: self.inner[number][0].time)
         self._choose_lifts(in_order)
         for number in in_order:
@@ -196,11 +187,6 @@ class _Planner:
             return "the graph returns its memory, and two outputs must not share any"
         return None
 
-    def _own_storages(self, node: fx.Node) -> set[int]:
-        """Memory that the node allocates; an item of a tuple counts as the operator that made the tuple."""
-        producer = producer_of(node)
-        return storages_of(value_of(node)) - storages_of([value_of(arg) for arg in producer.all_input_nodes])
-
     def _may_lift(self, number: Number) -> bool:
         first = self.inner[number][0]
         if any(self._hazard(occurrence) for occurrence in self.inner[number]):
@@ -212,10 +198,10 @@ class _Planner:
         floats = any(t.is_floating_point() or t.is_complex() for t in tensors_in(value_of(first.node)))
         if reads_grad and floats:
             return False
-        return all(self._is_available(arg, first) for arg in first.node.all_input_nodes)
-
-    def _is_available(self, arg: fx.Node, user: Occurrence) -> bool:
-        return self.liftable.get(self.numbering.numbers[arg], False) or self._caller_node(arg, user) is not None
+        return all(
+            self.liftable.get(self.numbering.numbers[arg]) or self._caller_node(arg, first)
+            for arg in first.node.all_input_nodes
+        )
 
     def _caller_node(self, inner: fx.Node, user: Occurrence) -> fx.Node | None:
         """The caller's node with the value of ``inner``, if it comes before the call that ``user`` is inside of."""
@@ -260,7 +246,7 @@ class _Planner:
     def _is_cheap(self, number: Number) -> bool:
         """Costs nothing to compute again: a view, a size, an item of a tuple."""
         node = self.inner[number][0].node
-        return not isinstance(value_of(node), torch.Tensor) or not self._own_storages(node)
+        return not isinstance(value_of(node), torch.Tensor) or not own_storages(node)
 
     def _places(self, number: Number) -> int:
         """In how many graphs the value is computed: the caller's, and the bodies."""
@@ -282,12 +268,12 @@ class _Planner:
             return False
         size = most_bytes(value, self.shape_env)
         if size is None or size > self.byte_limit:
-            shown = "an unknown number of bytes" if size is None else f"{size} bytes"
+            shown = "an unknown number of bytes" if size is None else with_unit(size)
             reason = (
-                f"equal in {self._places(number)} graphs, but keeping it takes {shown}, more than "
-                f"hoist_limit={self.byte_limit}; a larger limit would move it out of the checkpoint bodies"
+                f"equal in {self._places(number)} graphs, but keeping it takes {shown}, more than the hoist_limit of "
+                f"{with_unit(self.byte_limit)}; a larger limit would move it out of the checkpoint bodies"
             )
-            self.skips_of_size[number] = Skip(reason, node.name, source_line(node))
+            self.skips_of_size[number] = Skip.at(node, reason)
             return False
         return True
 
@@ -314,10 +300,10 @@ class _Planner:
             reason = hazards[occurrence]
             if reason and reason != "not a pure operator":
                 self._skip(occurrence.node, f"equal to '{computed[0].node.name}' and computed again: {reason}")
-        if lifted_earlier is not None and safe:
-            self.plan.merges.append(Merge(lifted_earlier, tuple(safe)))
-        elif len(safe) > 1:
-            self.plan.merges.append(Merge(safe[0], tuple(safe[1:])))
+        if lifted_earlier is not None:
+            self.plan.merges |= dict.fromkeys(safe, lifted_earlier)
+        elif safe:
+            self.plan.merges |= dict.fromkeys(safe[1:], safe[0])
 
     def _keep_readers_of_what_stays(self) -> None:
         """What is computed again keeps the symbols that it makes, so what is made of those is no duplicate either.
@@ -332,28 +318,28 @@ class _Planner:
         while True:
             gone, kept = self.plan.replaced(), self._kept_symbols()
             staying = {symbol for symbol, maker in makers if maker not in gone}
-            merges = [
-                merge.of(
-                    node
-                    for node in merge.duplicates
-                    if staying.isdisjoint(symbols_around(node))
-                    and not self._has_symbols_of_its_own(node, merge, gone)
-                    and all(kept.get(s, s) == kept.get(k, k) for s, k in self._equal_symbols(node, merge.keep).items())
-                )
-                for merge in self.plan.merges
-            ]
+            equal: dict[fx.Node, list[fx.Node]] = {}
+            for node, keep in self.plan.merges.items():
+                equal.setdefault(keep, [keep]).append(node)
+            merges = {
+                node: keep
+                for node, keep in self.plan.merges.items()
+                if staying.isdisjoint(symbols_around(node))
+                and not self._has_symbols_of_its_own(node, equal[keep], gone)
+                and all(kept.get(s, s) == kept.get(k, k) for s, k in self._equal_symbols(node, keep).items())
+            }
             if merges == self.plan.merges:
                 return
-            self.plan.merges = [merge for merge in merges if merge.duplicates]
+            self.plan.merges = merges
 
     @staticmethod
-    def _has_symbols_of_its_own(node: fx.Node, merge: Merge, gone: Collection[fx.Node]) -> bool:
-        """Do readers of ``node`` that stay make other symbols than those of the nodes that it is equal to?"""
+    def _has_symbols_of_its_own(node: fx.Node, equal: Collection[fx.Node], gone: Collection[fx.Node]) -> bool:
+        """Do readers of ``node`` that stay make other symbols than those of the ``equal`` nodes?"""
 
         def made(of: fx.Node) -> set[Any]:
             return {symbol for user in of.users if user not in gone for symbol in own_symbols(user)}
 
-        others = {symbol for other in (merge.keep, *merge.duplicates) if other is not node for symbol in made(other)}
+        others = {symbol for other in equal if other is not node for symbol in made(other)}
         own = made(node)
         return bool(own) and bool(others - own)
 
@@ -388,4 +374,4 @@ class _Planner:
                 self._skip(node, f"the same call as '{earlier.name}', but {reason}")
 
     def _skip(self, node: fx.Node, reason: str) -> None:
-        self.plan.skips.append(Skip(reason, node.name, source_line(node)))
+        self.plan.skips.append(Skip.at(node, reason))

@@ -7,26 +7,25 @@ from typing import Any
 
 from torch import fx
 
-from glue_compiler import compat
+from glue_compiler.compat import symbols
 from glue_compiler.fx.effects import Kind
+from glue_compiler.fx.node_maker import NodeMaker
 from glue_compiler.fx.value_numbering import Numbering
 from glue_compiler.fx.values import value_of
-from glue_compiler.passes.hoist_metadata.analysis import Lift, Plan
+from glue_compiler.passes.hoist_metadata.analysis import HoistPlan, Lift
 
 
-def apply_plan(plan: Plan, numbering: Numbering, shape_env: Any) -> Counter[str]:
+def apply_plan(plan: HoistPlan, numbering: Numbering, shape_env: Any) -> Counter[str]:
     """Rewrite ``plan.scope`` and the bodies called from it; returns what was done, by kind."""
     counts: Counter[str] = Counter()
     # First, because it is the step that can be refused: nothing has been rewritten by then.
     for symbol, survivor in plan.equal_symbols.items():
-        compat.rename_unbacked(shape_env, symbol, survivor)
+        symbols.rename_unbacked(shape_env, symbol, survivor)
         counts["symbols_unified"] += 1
     lifted = _Lifter(plan, numbering, counts).run()
-    for merge in plan.merges:
-        keep = lifted.get(merge.keep, merge.keep)
-        for duplicate in merge.duplicates:
-            _replace(duplicate, keep, numbering, counts)
-            counts["merged"] += 1
+    for duplicate, keep in plan.merges.items():
+        _replace(duplicate, lifted.get(keep, keep), numbering, counts)
+        counts["merged"] += 1
     if not plan.is_empty:
         for scope in (plan.scope, *plan.scope.children):
             scope.module.recompile()
@@ -34,12 +33,12 @@ def apply_plan(plan: Plan, numbering: Numbering, shape_env: Any) -> Counter[str]
 
 
 class _Lifter:
-    def __init__(self, plan: Plan, numbering: Numbering, counts: Counter[str]) -> None:
+    def __init__(self, plan: HoistPlan, numbering: Numbering, counts: Counter[str]) -> None:
         self.plan = plan
         self.numbering = numbering
         self.counts = counts
         self.in_caller: dict[int, fx.Node] = {}
-        self.operands: dict[tuple[fx.Node, fx.Node], fx.Node] = {}
+        self.make = NodeMaker(None)
 
     def run(self) -> dict[fx.Node, fx.Node]:
         """Returns the new nodes of the caller, by the node of a body that each was copied from."""
@@ -70,17 +69,13 @@ class _Lifter:
 
     def _use_operand(self, node: fx.Node, lift: Lift) -> None:
         scope = next(s for s in self.plan.scope.children if s.module.graph is node.graph)
-        assert scope.call is not None
-        value = self.in_caller[lift.number]
         if not node.users:
             _erase(node, self.numbering, self.counts)
             return
         if isinstance(value_of(node), tuple | list):  # limited fuel: its items were not lifted, and it is no operand
             return
-        key = (scope.call.node, value)
-        if key not in self.operands:
-            self.operands[key] = scope.call.append_operand(value)
-        _replace(node, self.operands[key], self.numbering, self.counts)
+        operand = self.make.brought_to(self.in_caller[lift.number], self.plan.scope, scope)
+        _replace(node, operand, self.numbering, self.counts)
         self.counts["replaced"] += 1
 
 

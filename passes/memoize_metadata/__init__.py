@@ -7,9 +7,10 @@ from typing import Any, ClassVar
 from torch import fx
 
 from glue_compiler.fx.value_numbering import number_values
-from glue_compiler.graph_pass import GraphPass, Numerics, PassContext, PassResult
 from glue_compiler.passes.memoize_metadata.analysis import plan_prologue
 from glue_compiler.passes.memoize_metadata.rewrite import split_off
+from glue_compiler.pipeline.graph_pass import GraphPass, PassContext, PassResult
+from glue_compiler.pipeline.results import Numerics
 
 
 class MemoizeMetadata(GraphPass):

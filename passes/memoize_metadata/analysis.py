@@ -10,20 +10,21 @@ from torch import fx
 
 import glue_compiler.ops  # noqa: F401  registers torch.ops.glue
 from glue_compiler.fx.effects import Effects, Kind
+from glue_compiler.fx.reachable import reachable
 from glue_compiler.fx.value_numbering import Numbering, Occurrence
 from glue_compiler.fx.values import (
     expression,
     is_plain,
     most_bytes,
+    own_storages,
     producer_of,
     requires_grad,
-    source_line,
     storages_of,
     tensors_in,
     unbacked_in,
     value_of,
 )
-from glue_compiler.graph_pass import Skip
+from glue_compiler.pipeline.results import Skip
 
 # Where the run-time memo knows what a stream is.
 DEVICES = ("cpu", "cuda")
@@ -128,7 +129,7 @@ class _Planner:
             if arg in self.reasons:
                 return self.reasons[arg]
         if self.masks.intersection(node.all_input_nodes) and node.target not in _READ_MASKS:
-            if producer_of(node).target is not _COPY and (self._owns_memory(node) or self._effects(node).syncs):
+            if producer_of(node).target is not _COPY and (own_storages(node) or self._effects(node).syncs):
                 return _FLOATING
             if not isinstance(value, int | torch.SymInt):  # the size of a mask is known without it
                 self.masks.add(node)
@@ -184,7 +185,7 @@ class _Planner:
     def _is_costly(self, node: fx.Node) -> bool:
         if self._effects(node).syncs:
             return True
-        if not self._owns_memory(node):
+        if not own_storages(node):
             return False
         touched = tensors_in([value_of(node), *map(value_of, node.all_input_nodes)])
         sizes = (most_bytes(tensor, self.shape_env) for tensor in touched)
@@ -192,16 +193,8 @@ class _Planner:
 
     def _reads_a_tensor(self, node: fx.Node) -> bool:
         """Does the node depend on a tensor input? A batch is known by its tensors; without one nothing ends it."""
-        seen: set[fx.Node] = set()
-        waiting = [node]
-        while waiting:
-            for arg in waiting.pop().all_input_nodes:
-                if arg.op == "placeholder" and isinstance(value_of(arg), torch.Tensor):
-                    return True
-                if arg not in seen:
-                    seen.add(arg)
-                    waiting.append(arg)
-        return False
+        read = reachable([node], lambda each: each.all_input_nodes)
+        return any(each.op == "placeholder" and isinstance(value_of(each), torch.Tensor) for each in read)
 
     # -- what the rest needs
 
@@ -217,12 +210,7 @@ class _Planner:
 
         A length that an operator has found is handed over, so that its tensor need not be.
         """
-        return not self._effects(node).syncs and not self._owns_memory(node) and not _is_unbacked_symbol(value_of(node))
-
-    def _owns_memory(self, node: fx.Node) -> bool:
-        """Does the node allocate? An item of a tuple counts as the operator that made the tuple."""
-        inputs = [value_of(arg) for arg in producer_of(node).all_input_nodes]
-        return bool(storages_of(value_of(node)) - storages_of(inputs))
+        return not self._effects(node).syncs and not own_storages(node) and not _is_unbacked_symbol(value_of(node))
 
     def _cannot_be_passed(self, node: fx.Node) -> str | None:
         value = value_of(node)
@@ -259,7 +247,7 @@ class _Planner:
     def _plan(self, chosen: set[fx.Node], results: list[fx.Node], sizes: tuple[SizeResult, ...]) -> ProloguePlan:
         stays = {node for node in self.nodes if node in self.occurrences and self._effects(node).syncs} - chosen
         skips = tuple(
-            Skip(f"computed in every call: {self.reasons.get(node, 'no tensor input')}", node.name, source_line(node))
+            Skip.at(node, f"computed in every call: {self.reasons.get(node, 'no tensor input')}")
             for node in self.nodes
             if node in stays
         )

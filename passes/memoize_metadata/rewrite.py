@@ -8,15 +8,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from glue_compiler import compat
-from glue_compiler.compat import graph_inputs
+from glue_compiler.compat import graph_inputs, tracing
 from glue_compiler.fx.copying import copy_graph
 from glue_compiler.fx.effects import EffectAnalysis, Kind
 from glue_compiler.fx.structure import structure_of
 from glue_compiler.fx.values import value_of
-from glue_compiler.graph_pass import Prologue
 from glue_compiler.passes.memoize_metadata.analysis import ProloguePlan
 from glue_compiler.passes.memoize_metadata.host_reads import read_together
+from glue_compiler.pipeline.results import Prologue
 
 
 def split_off(gm: fx.GraphModule, plan: ProloguePlan, effects: EffectAnalysis) -> Prologue:
@@ -37,7 +36,7 @@ def _prologue_graph(
     copies: dict[fx.Node, fx.Node] = {}
     for node in (*plan.inputs, *plan.nodes):
         copies[node] = graph.node_copy(node, copies.__getitem__)
-        compat.copy_node_attributes(node, copies[node])
+        tracing.copy_node_attributes(node, copies[node])
     outputs = [copies[node] for node in plan.results]
     results = {f"batch_{node.name}": value_of(node) for node in plan.results}
     for size in plan.sizes:

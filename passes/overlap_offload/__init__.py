@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import glue_compiler.ops.offload  # noqa: F401  a graph from the cache calls the operators, and no pass runs for it
+from glue_compiler.byte_sizes import with_unit
 from glue_compiler.compat import inductor, offload_policies
 from glue_compiler.errors import GlueOffloadError, GlueWarning
-from glue_compiler.fuel import Fuel
 from glue_compiler.fx import bodies
 from glue_compiler.fx.values import value_of
-from glue_compiler.graph_pass import Numerics, PairPass, PassContext, PassResult, Skip
 from glue_compiler.passes.overlap_offload.checker import check_offload
 from glue_compiler.passes.overlap_offload.copies import find_round_trips, may_copy, save_sources
-from glue_compiler.passes.overlap_offload.memory import peak_of, predict_memory
-from glue_compiler.passes.overlap_offload.plan import OffloadPlan, Region, plan_offload
+from glue_compiler.passes.overlap_offload.memory import peak_of
 from glue_compiler.passes.overlap_offload.rewrite import apply_schedule
 from glue_compiler.passes.overlap_offload.saved_tensors import RegionTensors, find_saved_tensors
 from glue_compiler.passes.overlap_offload.schedule import schedule_moves
+from glue_compiler.pipeline.fuel import Fuel
+from glue_compiler.pipeline.graph_pass import PairPass, PassContext, PassResult
+from glue_compiler.pipeline.results import Numerics, Skip
 
 if TYPE_CHECKING:
     from torch import fx
@@ -28,16 +29,22 @@ if TYPE_CHECKING:
     from glue_compiler.options import GlueOptions
 
 BUFFERS = 2
+FITS = "nothing to move: the predicted peak is below the budget"
+ONLY_LAST = "nothing to move: only the last region has a saved input, which backward needs at once"
+NO_REGION = (
+    "no checkpointed region with a saved input that the graph itself makes: nothing to move "
+    "(glue_compiler.offload_checkpoints() moves the inputs of layers that are compiled one by one)"
+)
 
 
 class OverlapOffload(PairPass):
     """Move saved tensors to the host, with copies that overlap with compute.
 
-    Which: the inputs of checkpointed regions (``options={"offload": "checkpoints"}``), with ``memory_budget`` what
-    ``plan_memory`` says, or without that pass as few of those inputs as are needed, what a selective checkpoint policy
-    marks with ``MUST_CPU_OFFLOAD`` or ``PREFER_CPU_OFFLOAD``, and what the graph copies to the host and back by itself.
-    Counts: ``regions`` found, ``moved`` tensors, ``bytes`` moved in a step (an upper bound with dynamic shapes); with a
-    budget also ``predicted_peak``.
+    Which: the inputs of checkpointed regions (``options={"offload": "checkpoints"}``); with ``memory_budget`` what
+    ``plan_memory`` says, or, without a plan, those inputs unless the step is predicted to fit; what a selective
+    checkpoint policy marks with ``MUST_CPU_OFFLOAD`` or ``PREFER_CPU_OFFLOAD``; and what the graph copies to the host
+    and back by itself. Counts: ``regions`` found, ``moved`` tensors, ``bytes`` moved in a step (an upper bound with
+    dynamic shapes); with a budget also ``predicted_peak``.
 
     Bitwise as long as operators run one by one: a compiler that fuses rounds a tensor that is written out.
     """
@@ -71,62 +78,44 @@ class OverlapOffload(PairPass):
         trips, skips = find_round_trips(pair)
         trips = list(context.fuel.allowed((f"reschedule the copies of {t.source.name}", t) for t in trips))
         save_sources(pair, trips)
-        is_planned = offload_policies.has_plan(pair.forward)
-        all_inputs = _moves_inputs(options) and not is_planned
+        asked = _moves_inputs(options) and not offload_policies.has_plan(pair.forward)
+        fits = options.budget is not None and _peak(pair, context) <= options.budget
         regions, more = find_saved_tensors(
-            pair, context.shape_env, all_inputs=all_inputs, copied=[trip.source for trip in trips]
+            pair, context.shape_env, all_inputs=asked and not fits, copied=[trip.source for trip in trips]
         )
         skips += more
         if _moves_inputs(options) and _is_on_the_host(regions):
             skips.insert(
                 0, Skip("this is a CPU: checkpoint inputs are in host memory anyway, and moving frees nothing")
             )
-        # A plan has left out what backward needs at once.
-        required = [region.index for region in regions if region.is_required or region.is_planned]
-        plan = self._plan(pair, regions, required, None if is_planned else options.budget, context)
-        schedule = schedule_moves(pair, regions, _allowed(regions, plan.moved, context.fuel), BUFFERS)
-        skips += [*schedule.skips, *_preferred_but_left(regions, plan.moved, plan.reason)]
+        moved = _moved(regions)
+        schedule = schedule_moves(pair, regions, _allowed(regions, moved, context.fuel), BUFFERS)
+        skips += [*schedule.skips, *_preferred_but_left(regions, moved)]
         counts = {"regions": len(regions)}
-        if options.budget is not None and not is_planned:
-            counts |= {"predicted_peak": plan.peak_bytes, "memory_budget": options.budget}
-            skips += _over_budget(plan.peak_bytes, plan.reason, options.budget)
-        if not schedule.moves:
-            if is_planned:
-                more_counts, told = _told_of_a_plan(pair, context)
-                return PassResult(changed=False, counts=counts | more_counts, skips=(*skips, *told))
-            if _moves_inputs(options):
-                nothing = (
-                    "no checkpointed region with a saved input that the graph itself makes: nothing to move "
-                    "(glue_compiler.offload_checkpoints() moves the inputs of layers that are compiled one by one)"
-                )
-                skips.append(Skip(plan.reason if regions else nothing))
-            return PassResult(changed=False, counts=counts, skips=tuple(skips))
-        groups = apply_schedule(pair, schedule, options.pinned_limit, BUFFERS)
-        check_offload(pair, groups, schedule.buffers)
-        moved = [move.one for region in schedule.moves for move in region]
-        counts |= {"moved": len(moved), "bytes": sum(one.nbytes for one in moved)}
-        if is_planned:
-            more_counts, told = _told_of_a_plan(pair, context)
-            return PassResult(changed=True, counts=counts | more_counts, skips=(*skips, *told))
-        return PassResult(changed=True, counts=counts, skips=tuple(skips))
+        if schedule.moves:
+            groups = apply_schedule(pair, schedule, options.pinned_limit, BUFFERS)
+            check_offload(pair, groups, schedule.buffers)
+            tensors = [move.one for region in schedule.moves for move in region]
+            counts |= {"moved": len(tensors), "bytes": sum(one.nbytes for one in tensors)}
+        elif asked:
+            skips.append(Skip(FITS if fits else ONLY_LAST if regions else NO_REGION))
+        if options.budget is not None:
+            peak = _peak(pair, context)
+            counts |= {"predicted_peak": peak, "memory_budget": options.budget}
+            skips += _over_budget(peak, options.budget)
+        return PassResult(changed=bool(schedule.moves), counts=counts, skips=tuple(skips))
 
-    def _plan(
-        self,
-        pair: TrainingPair,
-        regions: list[RegionTensors],
-        required: list[int],
-        budget: int | None,
-        context: PassContext,
-    ) -> OffloadPlan:
-        """``budget``: of a step whose values no plan has chosen."""
-        if budget is None:
-            sizes = [Region(region.index, region.nbytes) for region in regions]
-            return plan_offload(sizes, None, policy="all", buffers=BUFFERS, required=required)
-        fused = context.options.compiler == "inductor"
-        sizes, base = predict_memory(pair, regions, context.shape_env, only_realised=fused)
-        return plan_offload(
-            sizes, None, policy="budget", budget=budget, base_bytes=base, buffers=BUFFERS, required=required
-        )
+
+def _moved(regions: Sequence[RegionTensors]) -> list[int]:
+    """All but the last, which backward needs at once, and but those of no bytes; what must move, wherever it is.
+
+    A plan has left out what backward needs at once.
+    """
+    return [
+        region.index
+        for region in regions
+        if region.is_required or region.is_planned or (region.nbytes and region is not regions[-1])
+    ]
 
 
 def _moves_inputs(options: GlueOptions) -> bool:
@@ -144,35 +133,26 @@ def _allowed(regions: list[RegionTensors], moved: Collection[int], fuel: Fuel) -
     return [index for index in moved if index in own or fuel.take(f"move the tensors of region {index}")]
 
 
-def _over_budget(peak: int, reason: str, budget: int) -> list[Skip]:
+def _peak(pair: TrainingPair, context: PassContext) -> int:
+    return peak_of(pair, context.shape_env, only_realised=context.options.compiler == "inductor")
+
+
+def _over_budget(peak: int, budget: int) -> list[Skip]:
     """Says so, once in the report and once as a warning, when the peak is not below the budget after all."""
     if peak <= budget:
         return []
     reason = (
-        f"the memory_budget of {budget / 2**30:.2f} GiB cannot be kept: a peak of {peak / 2**30:.2f} GiB is "
-        f"predicted ({reason}). A shorter sequence, a smaller batch or more checkpointed regions lower it."
+        f"the memory_budget of {with_unit(budget)} cannot be kept: a peak of {with_unit(peak)} is "
+        "predicted. A shorter sequence, a smaller batch or more checkpointed regions lower it."
     )
     warnings.warn(f"glue: {reason}", GlueWarning, stacklevel=2)
     return [Skip(reason)]
 
 
-def _told_of_a_plan(pair: TrainingPair, context: PassContext) -> tuple[dict[str, int], list[Skip]]:
-    """The peak of a planned pair as it is now, and whether it is above the budget."""
-    budget = context.options.budget
-    if budget is None:
-        return {}, []
-    peak = peak_of(pair, context.shape_env, only_realised=context.options.compiler == "inductor")
-    told = _over_budget(peak, "the lowest that plan_memory found", budget)
-    return {"predicted_peak": peak, "memory_budget": budget}, told
-
-
-def _preferred_but_left(regions: list[RegionTensors], moved: tuple[int, ...], reason: str) -> list[Skip]:
+def _preferred_but_left(regions: Sequence[RegionTensors], moved: Collection[int]) -> list[Skip]:
     left = [one for region in regions if region.index not in moved for one in region.tensors]
-    return [
-        one.skip(f"PREFER_CPU_OFFLOAD marks it, and it stays; what moves: {reason}")
-        for one in left
-        if one.wish == "prefer"
-    ]
+    reason = "PREFER_CPU_OFFLOAD marks it, and it stays: backward needs the last region's inputs at once"
+    return [one.skip(reason) for one in left if one.wish == "prefer"]
 
 
 def _refuse_cuda_graphs(pair: TrainingPair) -> PassResult:

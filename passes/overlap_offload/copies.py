@@ -10,9 +10,9 @@ from torch import fx
 from glue_compiler.compat import device_copies
 from glue_compiler.fx import bodies
 from glue_compiler.fx.training_pair import TrainingPair
-from glue_compiler.fx.values import source_line, tensors_in, value_of
-from glue_compiler.graph_pass import Skip
+from glue_compiler.fx.values import tensors_in, value_of
 from glue_compiler.passes.overlap_offload.saved_tensors import kept_by_the_caller, memory_of, regions_started, why_not
+from glue_compiler.pipeline.results import Skip
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def find_round_trips(pair: TrainingPair) -> tuple[list[RoundTrip], list[Skip]]:
         if memory_of(source) & found_memory:
             reason = "another copy of the same memory moves already"
         if reason:
-            skips.append(Skip(f"a copy to the host and back stays as it is: {reason}", host.name, source_line(host)))
+            skips.append(Skip.at(host, f"a copy to the host and back stays as it is: {reason}"))
         else:
             found.append(RoundTrip(source, host, taken, back))
             found_memory |= memory_of(source)

@@ -18,43 +18,7 @@ from glue_compiler.fx.device_bytes import bytes_counter
 from glue_compiler.fx.fused_reads import FusedLives, fused_lives, is_pointwise
 from glue_compiler.fx.storage_roots import storage_root
 from glue_compiler.fx.training_pair import TrainingPair
-from glue_compiler.passes.overlap_offload.plan import Region
-from glue_compiler.passes.overlap_offload.saved_tensors import RegionTensors
 from glue_compiler.passes.overlap_offload.schedule import is_product, realised_values
-
-
-def predict_memory(
-    pair: TrainingPair, regions: Sequence[RegionTensors], shape_env: object, *, only_realised: bool
-) -> tuple[list[Region], int]:
-    """The regions with what else is on the device during each one's forward and backward, and the bytes always there.
-
-    A region's forward reaches from the last use of the one's inputs before it to that of its own, its backward from its
-    inputs' first use to the next one's; the first and last ones take what is in front of and behind all regions.
-
-    Args:
-        only_realised: a compiler fuses what lies between products and attention, as Inductor does: of intermediate
-            values, those count that products or attention read or write, or that are needed on both sides of one.
-    """
-    inputs = pair.forward.graph.find_nodes(op="placeholder")
-    nbytes = bytes_counter(inputs, shape_env)
-    always = sum(map(nbytes, inputs))
-    movable = {one.saved.name for region in regions for one in region.tensors}
-    excluded = movable | {node.name for node in inputs}
-    ahead = _live_bytes(pair.forward, excluded, only_realised, nbytes)
-    back = _live_bytes(pair.backward, excluded, only_realised, nbytes)
-    if not regions:
-        return [], always + max(*ahead, *back)
-    ends = [0, *(region.end + 1 for region in regions[:-1]), len(ahead)]
-    starts = [len(back), *(region.first_use for region in regions[:-1]), 0]
-    return [
-        Region(
-            region.index,
-            region.nbytes,
-            forward_base=max(ahead[min(ends[place : place + 2]) : max(ends[place : place + 2]) + 1]),
-            backward_base=max(back[min(starts[place : place + 2]) : max(starts[place : place + 2]) + 1]),
-        )
-        for place, region in enumerate(regions)
-    ], always
 
 
 def peak_of(
@@ -64,11 +28,13 @@ def peak_of(
     only_realised: bool,
     scratch: Callable[[fx.Node], int] = lambda node: 0,
 ) -> int:
-    """The most bytes at a time of a pair as it is, with the copies that it has. ``only_realised``: as above.
+    """The most bytes at a time of a pair as it is, with the copies that it has.
 
     A source counts until its copy is waited for, and what comes back from the start of that copy.
 
     Args:
+        only_realised: a compiler fuses what lies between products and attention, as Inductor does: of intermediate
+            values, those count that products or attention read or write, or that are needed on both sides of one.
         scratch: what an operator takes for itself while it runs.
     """
     inputs = pair.forward.graph.find_nodes(op="placeholder")

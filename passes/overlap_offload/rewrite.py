@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from glue_compiler import compat
+from glue_compiler.compat import symbols
 from glue_compiler.fx.training_pair import TrainingPair
 from glue_compiler.fx.values import value_of
 from glue_compiler.passes.overlap_offload.schedule import Move, Schedule
@@ -22,28 +22,29 @@ def apply_schedule(pair: TrainingPair, schedule: Schedule, pinned_limit: int | N
     Returns the number of the region of each host tensor, by its name in both graphs.
     """
     limit = -1 if pinned_limit is None else pinned_limit
-    hosts: dict[int, list[fx.Node]] = {}
-    waits: dict[int, list[fx.Node]] = {}
-    for step, number in schedule.steps:
-        group = schedule.moves[number]
-        if step == "start":
+    groups = schedule.moves
+    hosts: list[list[fx.Node]] = []
+    waits: list[list[fx.Node]] = []
+    # In front of each start the wait that makes room for it: where both have one place, they keep this order.
+    for number in range(len(groups) + buffers):
+        if 0 <= number - buffers < len(groups):
+            waits.append(_wait_offloads(pair.forward, groups[number - buffers], hosts[number - buffers]))
+        if number < len(groups):
             # The copies that used this place must have been waited for: a data dependency, so no compiler undoes it.
-            free = waits[number - buffers][-1] if number >= buffers else None
-            hosts[number] = [_start_offload(pair.forward, move, free, limit) for move in group]
-        else:
-            waits[number] = _wait_offloads(pair.forward, group, hosts[number])
+            free = waits[-1][-1] if waits else None
+            hosts.append([_start_offload(pair.forward, move, free, limit) for move in groups[number]])
     saved = {
         move.one.saved: done
-        for number, group in enumerate(schedule.moves)
-        for move, done in zip(group, waits[number], strict=True)
+        for group, ended in zip(groups, waits, strict=True)
+        for move, done in zip(group, ended, strict=True)
     }
     _return_instead(pair, saved)
-    for group in schedule.moves:
+    for group in groups:
         for move in group:
             _reload(pair.backward, move, saved[move.one.saved])
     pair.forward.recompile()
     pair.backward.recompile()
-    return {host.name: number for number, ended in waits.items() for host in ended}
+    return {host.name: number for number, ended in enumerate(waits) for host in ended}
 
 
 def _start_offload(gm: fx.GraphModule, move: Move, free: fx.Node | None, limit: int) -> fx.Node:
@@ -52,7 +53,7 @@ def _start_offload(gm: fx.GraphModule, move: Move, free: fx.Node | None, limit: 
 
 
 def _wait_offloads(gm: fx.GraphModule, group: Sequence[Move], hosts: Sequence[fx.Node]) -> list[fx.Node]:
-    """Each follows the one before it, so that whoever follows the last follows all."""
+    """Waits are chained: what depends on the last one depends on all."""
     waits: list[fx.Node] = []
     for move, host in zip(group, hosts, strict=True):
         with gm.graph.inserting_before(move.offload_wait):
@@ -92,7 +93,7 @@ def _return_instead(pair: TrainingPair, saved: dict[fx.Node, fx.Node]) -> None:
 def _call(gm: fx.GraphModule, target: Callable[..., Any], *args: Any) -> fx.Node:
     node = gm.graph.call_function(target, args)
     operands = [value_of(arg) if isinstance(arg, fx.Node) else arg for arg in args]
-    mode = compat.fake_mode_of(operands)
+    mode = symbols.fake_mode_of(operands)
     assert mode is not None
     with mode:
         node.meta["val"] = target(*operands)

@@ -15,8 +15,8 @@ from glue_compiler.errors import GlueInvariantError, GlueOffloadError
 from glue_compiler.fx.storage_roots import storage_root
 from glue_compiler.fx.training_pair import TrainingPair
 from glue_compiler.fx.values import expression, is_in_order, is_plain, most_bytes, source_line, storages_of, value_of
-from glue_compiler.graph_pass import Skip
 from glue_compiler.ops.copy_engine import why_no_copies
+from glue_compiler.pipeline.results import Skip
 
 Wish = Literal["region", "plan", "prefer", "must", "copy"]
 """Why a tensor would move: it is a checkpointed region's input, ``plan_memory`` says so, a selective policy prefers it
@@ -40,7 +40,7 @@ class SavedTensor:
     last_use: int
 
     def skip(self, reason: str) -> Skip:
-        return Skip(reason, self.saved.name, source_line(self.saved))
+        return Skip.at(self.saved, reason)
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def find_saved_tensors(
         if reason and wish == "copy":
             raise GlueInvariantError(f"'{saved.name}' was copied to the host by the graph, and now {reason}")
         if reason:
-            skips.append(Skip(reason, saved.name, source_line(saved)))
+            skips.append(Skip.at(saved, reason))
             continue
         found[group].append(
             SavedTensor(

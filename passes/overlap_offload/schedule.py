@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import fx
@@ -13,10 +12,8 @@ from torch.utils.flop_counter import flop_registry
 from glue_compiler.fx.storage_roots import storage_root
 from glue_compiler.fx.training_pair import TrainingPair
 from glue_compiler.fx.values import value_of
-from glue_compiler.graph_pass import Skip
 from glue_compiler.passes.overlap_offload.saved_tensors import RegionTensors, SavedTensor
-
-Step = Literal["start", "wait"]
+from glue_compiler.pipeline.results import Skip
 
 
 @dataclass(frozen=True)
@@ -42,13 +39,11 @@ class Move:
 class Schedule:
     """``moves``: the tensors of one region together, in the order in which their copies start.
 
-    ``steps``: the starts and waits of the forward, each with an index into ``moves``, in the order in which they go in;
-    those with the same place keep it. ``buffers``: the most regions whose tensors are reloaded and alive at one time;
+    ``buffers``: the most regions whose tensors are reloaded and alive at one time;
     more than was asked for only where tensors that must move are needed together.
     """
 
     moves: tuple[tuple[Move, ...], ...]
-    steps: tuple[tuple[Step, int], ...]
     buffers: int
     skips: tuple[Skip, ...]
 
@@ -90,7 +85,7 @@ def schedule_moves(
         for reload, wait in zip(order, waits, strict=True)
     )
     alive = [sum(other.start <= one.start <= other.region.last_use for other in reloads) for one in reloads]
-    return Schedule(moves, _in_order(len(moves), buffers), max(buffers, *alive, 0), tuple(skips))
+    return Schedule(moves, max(buffers, *alive, 0), tuple(skips))
 
 
 def _reloads(
@@ -125,16 +120,6 @@ def _offload_waits(starts: Sequence[int], all_ends: Sequence[int], last: int, bu
     latest = [*starts[buffers:], *[last] * buffers]
     waits = [min((end for end in all_ends if end > start), default=last) for start in starts]
     return [min(wait, bound) for wait, bound in zip(waits, latest, strict=False)]
-
-
-def _in_order(count: int, buffers: int) -> tuple[tuple[Step, int], ...]:
-    """The wait that makes room for a start in front of it; where another start has the same place as a wait, behind."""
-    steps: list[tuple[Step, int]] = []
-    for number in range(count):
-        if number >= buffers:
-            steps.append(("wait", number - buffers))
-        steps.append(("start", number))
-    return (*steps, *(("wait", number) for number in range(max(0, count - buffers), count)))
 
 
 def is_product(node: fx.Node) -> bool:

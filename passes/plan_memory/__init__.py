@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -10,32 +9,32 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from glue_compiler.byte_sizes import with_unit
 from glue_compiler.compat import inductor
 from glue_compiler.errors import GlueWarning
 from glue_compiler.fx import joint_graphs
 from glue_compiler.fx.device_bytes import device_of, of_unknown_size
 from glue_compiler.fx.values import is_in_order, is_plain, value_of
-from glue_compiler.graph_pass import JointPass, Numerics, PassContext, PassResult, Skip
 from glue_compiler.ops.copy_engine import why_no_copies
 from glue_compiler.ops.device_rates import rates_of
 from glue_compiler.passes.overlap_offload.memory import kept_bytes, peak_of
 from glue_compiler.passes.plan_memory.costs import Costs
-from glue_compiler.passes.plan_memory.drawing import drawing_of
-from glue_compiler.passes.plan_memory.plan import SECONDS, Plan, plan_memory
-from glue_compiler.passes.plan_memory.predict import Predictor
-from glue_compiler.passes.plan_memory.step import Step, read_step
+from glue_compiler.passes.plan_memory.plan import SECONDS, MemoryPlan, plan_memory
+from glue_compiler.passes.plan_memory.step import TrainingStep, read_step
+from glue_compiler.pipeline.graph_pass import JointPass, PassContext, PassResult
+from glue_compiler.pipeline.results import Numerics, Skip
 
 if TYPE_CHECKING:
     from torch import fx
 
     from glue_compiler.fx.training_pair import TrainingPair
     from glue_compiler.options import GlueOptions
-    from glue_compiler.pipeline import PassReport
+    from glue_compiler.pipeline.results import PassReport
 
 MARGIN = 0.97
 """The share of the budget that is planned for: predictions here and from the partitioned graphs differ by less."""
 TIGHTER = 2
-"""So many times a plan that the finished graphs miss is made again for less, before values stop to wait on the host."""
+"""How often a plan that the finished graphs exceed is made again with a tighter limit, before offloading is dropped."""
 
 NOT_COUNTED = "the predicted peak is without {count} values, whose sizes are known only when the graph runs"
 NO_TIME = "planning ended when its {seconds:.0f} s were over: the best of the first {count} plans is taken"
@@ -47,9 +46,7 @@ class PlanMemory(JointPass):
 
     Counts, predicted: ``peak`` bytes, those ``held`` with what other calls keep that wait for their backward, and
     ``microseconds`` of a step; ``least_peak`` and ``least_microseconds``: of any plan that was looked at;
-    ``gap_microseconds``: no plan over the same segments that fits is faster by more (see ``Plan.gap``; there is none
-    where nothing fits); ``saved_bytes``, of which ``moved_bytes`` are copied; the number of ``recomputed`` kernels, and
-    that of the ``plans`` that were looked at.
+    ``saved_bytes``, of which ``moved_bytes`` are copied; numbers of ``recomputed`` kernels, and of ``plans`` looked at.
 
     Bitwise as long as operators run one by one: a compiler that fuses rounds a tensor that is written out.
     """
@@ -72,7 +69,7 @@ class PlanMemory(JointPass):
         """What is best after so many of ``clock``'s seconds is taken."""
 
     def cache_options(self, options: GlueOptions) -> Any:
-        return options.budget, options.correction.calls, options.correction.is_least, self.moves
+        return options.budget, options.correction.calls, self.moves
 
     def simpler(self, report: PassReport, excess: int) -> PlanMemory | None:
         counts = report.counts
@@ -101,7 +98,7 @@ class PlanMemory(JointPass):
             scratch=lambda node: costs.of(node, context.shape_env).scratch,
         )
         correction = context.options.correction
-        if correction.is_measured and not correction.is_least:  # else the calls are a guess, and too many
+        if correction.is_measured:  # else the calls are a guess, and too many
             peak += (correction.calls - 1) * kept_bytes(pair, context.shape_env)
         return max(0, peak - budget)
 
@@ -122,7 +119,7 @@ class PlanMemory(JointPass):
         fuses = context.options.compiler == "inductor"
         movable = _movable(step, nodes) if moves else frozenset()
         correction = context.options.correction
-        room = 0 if correction.is_least else min((int(MARGIN * budget), *self.limits))
+        room = min((int(MARGIN * budget), *self.limits))
         waiting = correction.calls - 1
         plan = plan_memory(
             step, rates, room, movable, fuses=fuses, waiting=waiting, seconds=self.seconds, clock=self.clock
@@ -134,15 +131,12 @@ class PlanMemory(JointPass):
             told.append(Skip(NO_TIME.format(seconds=self.seconds, count=plan.looked_at)))
         if correction.is_measured:
             told.append(Skip(f"planned again: {correction.told}"))
-        if correction.is_measured and not correction.is_least:
             told += _over_budget(plan.held(waiting), context.options)
         skips = tuple(told)
         if not context.fuel.take("keep, recompute and move by plan"):
             return PassResult(changed=False, counts=counts, skips=skips)
         _write(plan, step, nodes)
-        predictor = Predictor(step, plan.segments, rates, fuses=fuses)
-        drawing = drawing_of(plan, step, predictor, budget)
-        return PassResult(changed=True, counts=counts, skips=skips, drawing=drawing)
+        return PassResult(changed=True, counts=counts, skips=skips)
 
 
 def _over_budget(held: int, options: GlueOptions) -> list[Skip]:
@@ -153,29 +147,26 @@ def _over_budget(held: int, options: GlueOptions) -> list[Skip]:
     if calls == 1 or held <= options.budget:
         return []
     reason = (
-        f"the memory_budget of {options.memory_budget / 2**30:.2f} GiB cannot be kept: {calls} calls that wait for "
-        f"their backward hold {held / 2**30:.2f} GiB, and {options.budget / 2**30:.2f} GiB are left for them. A "
-        "shorter sequence or a smaller batch lower it."
+        f"the memory_budget of {with_unit(options.memory_budget)} cannot be kept: {calls} calls that wait for their "
+        f"backward hold {with_unit(held)}, and {with_unit(options.budget)} are left for them. A shorter sequence or a "
+        "smaller batch lower it."
     )
     warnings.warn(f"glue: {reason}", GlueWarning, stacklevel=2)
     return [Skip(reason)]
 
 
-def _movable(step: Step, nodes: list[fx.Node]) -> frozenset[int]:
+def _movable(step: TrainingStep, nodes: list[fx.Node]) -> frozenset[int]:
     """Values that a copy could stand for; those of ``overlap_offload``, which has the last word."""
     returned = {step.values[place].root for place in (*step.outputs, *step.gradients)}
     return frozenset(
         place
         for place, value in enumerate(step.values)
-        if value.nbytes and place not in returned and _could_be_copied(value_of(nodes[place]))
+        if value.nbytes and place not in returned
+        if isinstance(found := value_of(nodes[place]), torch.Tensor) and is_plain(found) and is_in_order(found)
     )
 
 
-def _could_be_copied(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and is_plain(value) and is_in_order(value)
-
-
-def _write(plan: Plan, step: Step, nodes: list[fx.Node]) -> None:
+def _write(plan: MemoryPlan, step: TrainingStep, nodes: list[fx.Node]) -> None:
     """As marks of a selective checkpoint on the joint graph's nodes."""
     numbers = dict(plan.segments)
     readers: dict[int, list[int]] = {}
@@ -196,9 +187,8 @@ def _write(plan: Plan, step: Step, nodes: list[fx.Node]) -> None:
     )
 
 
-def _counts(step: Step, plan: Plan, waiting: int) -> Mapping[str, int]:
-    gap = {} if math.isinf(plan.gap) else {"gap_microseconds": round(plan.gap * 1e6)}
-    return gap | {
+def _counts(step: TrainingStep, plan: MemoryPlan, waiting: int) -> Mapping[str, int]:
+    return {
         "peak": plan.peak,
         "held": plan.held(waiting),
         "microseconds": round(plan.seconds * 1e6),

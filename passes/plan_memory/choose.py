@@ -8,23 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import networkx
 from networkx.algorithms.flow import boykov_kolmogorov
 
 from glue_compiler.passes.plan_memory.segments import Segments
-from glue_compiler.passes.plan_memory.step import Step
+from glue_compiler.passes.plan_memory.step import TrainingStep, ancestors
 
 ALWAYS = float("inf")
 SOURCE, SINK = "source", "sink"
 UNIT = 1e-15
 """Seconds: what is cut is counted in these."""
 INLINED = 0.1
-"""Of the time that writing it takes: to compute a pointwise value in the kernel that reads it. What it is computed from
-is read there anyway, and its reading is paid for where that is saved."""
+"""What it costs to compute a pointwise value inside of the kernel that reads it, as a share of the time to write it.
+Reading its operands is paid for where those are saved."""
 
 Edge = tuple[Any, Any, float]
+Cut = tuple[frozenset[int], frozenset[int]]
+"""Indices of what is saved and of what is recomputed."""
 
 
 @dataclass(frozen=True)
@@ -60,14 +62,6 @@ class Choice:
     recomputed: frozenset[int]
 
 
-class _Cut(NamedTuple):
-    """Indices of what is saved and of what is recomputed; ``seconds`` of both."""
-
-    saved: frozenset[int]
-    recomputed: frozenset[int]
-    seconds: float
-
-
 @dataclass
 class Chooser:
     """Cuts one step, segment by segment; equal segments at equal prices are cut once.
@@ -75,15 +69,16 @@ class Chooser:
     ``memory``: bytes a second that the device reads or writes.
     """
 
-    step: Step
+    step: TrainingStep
     segments: Segments
     memory: float
-    _cuts: dict[Any, _Cut] = field(default_factory=dict)
+    _cuts: dict[Any, Cut] = field(default_factory=dict)
     _at_price: dict[tuple[int, Prices], tuple[set[int], set[int]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         values = self.step.values
-        self._relevant = _upwards(self.step, self.step.needed)
+        # What backward needs, and all that it could be computed from.
+        self._relevant = {place for place in ancestors(self.step.needed, values) if not values[place].is_input}
         self._home: dict[int, int] = {}
         for place in sorted(self._relevant):
             # What only backward needs belongs where its operands do.
@@ -123,7 +118,11 @@ class Chooser:
     def _cut(self, number: int, prices: Prices) -> tuple[set[int], set[int]]:
         members, outside = self._members[number], self._outside[number]
         names = (*outside, *members)
-        kept, again, _ = self._minimum_cut(number, prices)
+        local = {place: index for index, place in enumerate(names)}
+        edges = tuple(self._edges(members, outside, local, prices))
+        if edges not in self._cuts:
+            self._cuts[edges] = _minimum_cut(edges)
+        kept, again = self._cuts[edges]
         saved = {names[index] for index in kept}
         computed = {names[index] for index in again if index >= len(outside)} - saved
         views = self._views_read_by(computed)
@@ -131,26 +130,6 @@ class Chooser:
         elements = {place for place in views if self.step.is_element(place)}
         elements = {place for place in elements if self.step.values[place].root not in computed}
         return saved | elements, computed | (views - elements)
-
-    def _minimum_cut(self, number: int, prices: Prices, *, pays_once: bool = False) -> _Cut:
-        members, outside = self._members[number], self._outside[number]
-        local = {place: index for index, place in enumerate((*outside, *members))}
-        edges = tuple(self._edges(members, outside, local, prices, pays_once))
-        if edges not in self._cuts:
-            self._cuts[edges] = _minimum_cut(edges)
-        return self._cuts[edges]
-
-    def least_seconds(self, price: float) -> float:
-        """No choice takes less, where each saved byte takes ``price`` seconds: a bound, by the same costs as choices.
-
-        A value at a border counts once: in its own segment if backward itself needs it, else in those that read it.
-        """
-        return sum(self._minimum_cut(number, Prices(price), pays_once=True).seconds for number in self._members)
-
-    def seconds(self, choice: Choice) -> float:
-        """Of a choice, by these costs, where a saved byte has no price."""
-        recomputed = sum(self._again(place) for place in choice.recomputed if not self.step.values[place].is_symbol)
-        return recomputed + sum(self._price(place, 0.0) for place in choice.saved)
 
     def _read_from_outside(self, members: Sequence[int]) -> list[int]:
         read = {self._memory_of(place) for m in members for place in self.step.values[m].inputs}
@@ -178,7 +157,6 @@ class Chooser:
         outside: Sequence[int],
         local: Mapping[int, int],
         prices: Prices,
-        pays_once: bool,
     ) -> list[Edge]:
         """``i`` → ``~i``: the price of saving a value. Source → ``i``: the time to compute it again.
 
@@ -190,7 +168,7 @@ class Chooser:
         for place in outside:
             # A border value is paid for by each segment that reads it, in parts.
             share = max(1, len(self._readers.get(self.step.values[place].root, ())))
-            price = 0.0 if pays_once and place in self.step.needed else self._price(place, prices.at(place)) / share
+            price = self._price(place, prices.at(place)) / share
             edges += [(SOURCE, local[place], ALWAYS), (local[place], ~local[place], price)]
         for place in members:
             value, index = self.step.values[place], local[place]
@@ -199,8 +177,7 @@ class Chooser:
                 again = 0.0
             if again:
                 edges.append((SOURCE, index, again))
-            is_paid = pays_once and place in self._crossing and place not in self.step.needed
-            edges.append((index, ~index, 0.0 if is_paid else self._price(place, prices.at(place))))
+            edges.append((index, ~index, self._price(place, prices.at(place))))
             needed = {read if read in own else self._memory_of(read) for read in value.inputs}
             edges += [(~local[operand], index, ALWAYS) for operand in sorted(n for n in needed if n is not None)]
             if place in self.step.needed:
@@ -224,28 +201,16 @@ class Chooser:
         return price * nbytes + traffic + 1e-12
 
 
-def _upwards(step: Step, needed: Collection[int]) -> set[int]:
-    """What backward needs, and all that it could be computed from."""
-    found: set[int] = set()
-    waiting = list(needed)
-    while waiting:
-        place = waiting.pop()
-        if place not in found and not step.values[place].is_input:
-            found.add(place)
-            waiting += step.values[place].inputs
-    return found
-
-
-def _minimum_cut(edges: Sequence[Edge]) -> _Cut:
+def _minimum_cut(edges: Sequence[Edge]) -> Cut:
     graph = networkx.DiGraph()
     graph.add_nodes_from((SOURCE, SINK))
     for tail, head, seconds in edges:
         # Whole numbers: sums of floats are rounded, and an edge that is almost full is none of the cut.
         graph.add_edge(tail, head, capacity=seconds if seconds == ALWAYS else round(seconds / UNIT))
-    capacity, (before, after) = networkx.minimum_cut(graph, SOURCE, SINK, flow_func=boykov_kolmogorov)
+    _, (before, after) = networkx.minimum_cut(graph, SOURCE, SINK, flow_func=boykov_kolmogorov)
     assert not any(seconds == ALWAYS and tail in before and head in after for tail, head, seconds in edges)
     saved = frozenset(
         tail for tail, head, _ in edges if isinstance(tail, int) and head == ~tail and tail in before and head in after
     )
     recomputed = frozenset(index for index in after if isinstance(index, int) and index >= 0)
-    return _Cut(saved, recomputed, capacity * UNIT)
+    return saved, recomputed

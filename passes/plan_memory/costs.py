@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
 
 import glue_compiler.ops.offload  # noqa: F401  registers the copies
-from glue_compiler import compat
+from glue_compiler.compat import symbols
 from glue_compiler.fx.values import Symbolic, expression, most_bytes, tensors_in, value_of
 from glue_compiler.ops.device_rates import Rates, Sized, measured_call
 
@@ -104,5 +104,5 @@ def _shape(value: Any, shape_env: object) -> Any:
 def _number(size: Any, shape_env: object) -> int:
     if isinstance(size, int):
         return size
-    bound = compat.upper_bound(expression(size), shape_env)
+    bound = symbols.upper_bound(expression(size), shape_env)
     return 1 if bound is None else bound

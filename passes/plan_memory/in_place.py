@@ -23,7 +23,7 @@ def written_in_place(
     """``ends`` with operands that end earlier, because a result is written over them.
 
     Args:
-        order: places of what is computed, in order. kernels: of ``order``, as ``Step.kernels_before`` has it.
+        order: places of what is computed, in order. kernels: of ``order``, as ``TrainingStep.kernels_before`` has it.
         ends: of each that is in memory, its first and last index in ``order``. stays: what nothing is written over.
     """
     gaps = {place: kernels[index] for index, place in enumerate(order) if place in memories.reads}

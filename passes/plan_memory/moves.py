@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from glue_compiler.ops.device_rates import Rates
-from glue_compiler.passes.overlap_offload.simulator import Link, Region, simulate
 from glue_compiler.passes.plan_memory.choose import Choice
-from glue_compiler.passes.plan_memory.step import Step
+from glue_compiler.passes.plan_memory.step import TrainingStep
 
 LEAST = 0.5e-3
 """Seconds that copying takes at least for a value to be worth it: several times what its start and wait cost."""
@@ -47,7 +47,13 @@ def worth_of(choices: Iterable[tuple[float, Choice]]) -> Mapping[int, float]:
 
 
 def fill_link(
-    step: Step, groups: Mapping[int, int], worth: Mapping[int, float], times: Times, rates: Rates, *, waits: bool
+    step: TrainingStep,
+    groups: Mapping[int, int],
+    worth: Mapping[int, float],
+    times: Times,
+    rates: Rates,
+    *,
+    waits: bool,
 ) -> frozenset[int]:
     """What would wait on the host if all of it were saved.
 
@@ -70,18 +76,43 @@ def fill_link(
     return frozenset(found)
 
 
-def copying_seconds(step: Step, groups: Mapping[int, int], moved: Collection[int], times: Times, rates: Rates) -> float:
+def copying_seconds(
+    step: TrainingStep, groups: Mapping[int, int], moved: Collection[int], times: Times, rates: Rates
+) -> float:
     """What ``moved`` adds to a step: the waits of a simulated one, and what copies take from compute beside them."""
     nbytes: dict[int, int] = {}
     for place in moved:
         nbytes[groups[place]] = nbytes.get(groups[place], 0) + step.values[place].nbytes
     if not nbytes:
         return 0.0
-    regions = [
-        Region(number, nbytes.get(number, 0), seconds, times.backward.get(number, 0.0))
-        for number, seconds in sorted(times.forward.items())
-    ]
-    computing = sum(region.forward_seconds + region.backward_seconds for region in regions)
-    link = Link(rates.link, rates.link, 0.0)
-    waits = simulate(regions, link, nbytes.keys(), "overlapped").step_seconds - computing
+    computing = sum(times.forward.values()) + sum(times.backward.get(number, 0.0) for number in times.forward)
+    waits = step_seconds(times, {number: size / rates.link for number, size in nbytes.items()}) - computing
     return max(0.0, waits) + MOVING * 2 * sum(nbytes.values()) / rates.link
+
+
+def step_seconds(times: Times, copying: Mapping[int, float]) -> float:
+    """Of a step whose copies run beside compute, one after the other in each direction.
+
+    A copy to the host starts behind its segment's forward, and compute waits for it behind the next segment's. The copy
+    back starts with the backward of the segment behind, and compute waits for it in front of its segment's own.
+
+    Args:
+        copying: by segment, the seconds that copying its values takes in one direction.
+    """
+    compute = to_host = from_host = under_way = 0.0
+    there: dict[int, float] = {}
+    back: dict[int, float] = {}
+    for number, seconds in sorted(times.forward.items()):
+        compute += seconds
+        before, under_way = under_way, 0.0
+        if number in copying:
+            under_way = to_host = there[number] = max(compute, to_host) + copying[number]
+        compute = max(compute, before)
+    order = sorted(times.forward, reverse=True)
+    for number, following in zip_longest(order, order[1:]):
+        for each in (number, following):
+            if each in copying and each not in back:
+                from_host = back[each] = max(compute, from_host, there[each]) + copying[each]
+            compute = max(compute, back.get(number, 0.0))
+        compute += times.backward.get(number, 0.0)
+    return compute

@@ -15,7 +15,7 @@ from glue_compiler.passes.plan_memory.choose import Choice, Chooser, Prices
 from glue_compiler.passes.plan_memory.moves import fill_link, worth_of
 from glue_compiler.passes.plan_memory.predict import Predictor
 from glue_compiler.passes.plan_memory.segments import segmentations
-from glue_compiler.passes.plan_memory.step import Step
+from glue_compiler.passes.plan_memory.step import TrainingStep
 
 MOVES = ("full", "nothing", "saved")
 """What waits on the host, in the order in which plans are looked at: as much as the link copies, for which more is
@@ -29,7 +29,7 @@ SECONDS = 10.0
 
 
 @dataclass(frozen=True)
-class Plan:
+class MemoryPlan:
     """What to do with the values of a step, by place.
 
     Attributes:
@@ -37,8 +37,6 @@ class Plan:
         recomputed: backward computes them again.
         segments: by place, the segment of each.
         seconds, peak: of a step, predicted; bytes of the device. kept: of these, what waits there for backward.
-        gap: by the costs that values are chosen by, no plan over the same segments that fits is faster by more seconds:
-            proved, by the dual bound. Infinite where the plan does not fit.
         least_seconds: no plan that was looked at is faster, at any budget. least_peak: none takes less.
         looked_at: how many that were; ``is_cut``: there was no time for the others.
     """
@@ -50,7 +48,6 @@ class Plan:
     seconds: float
     peak: int
     kept: int = 0
-    gap: float = math.inf
     least_seconds: float = math.inf
     least_peak: int = 0
     looked_at: int = 1
@@ -62,7 +59,7 @@ class Plan:
 
 
 def plan_memory(
-    step: Step,
+    step: TrainingStep,
     rates: Rates,
     budget: int,
     may_move: Collection[int],
@@ -71,7 +68,7 @@ def plan_memory(
     waiting: int = 0,
     seconds: float = SECONDS,
     clock: Callable[[], float] = time.perf_counter,
-) -> Plan:
+) -> MemoryPlan:
     """The fastest plan found whose predicted peak is at most ``budget``; if there is none, the one of the lowest peak.
 
     There is a price for what is saved: for each price the choice is exact (a minimum cut). Between two prices, one of
@@ -84,27 +81,22 @@ def plan_memory(
             save least.
     """
     end = clock() + seconds
-    found: list[tuple[_Planner, Plan]] = []
+    found: list[MemoryPlan] = []
     is_cut = False
-    for pair in _plans(step, rates, budget, may_move, fuses, waiting):
-        found.append(pair)
+    for plan in _plans(step, rates, budget, may_move, fuses, waiting):
+        found.append(plan)
         if is_cut := clock() >= end:
             break
 
-    def rank(pair: tuple[_Planner, Plan]) -> tuple[bool, float, float]:
+    def rank(plan: MemoryPlan) -> tuple[bool, float, float]:
         """What fits comes first, by its time; of what does not, what takes the least memory."""
-        plan = pair[1]
         held = plan.held(waiting)
         return (False, plan.seconds, plan.peak) if held <= budget else (True, held, plan.seconds)
 
-    planner, best = min(found, key=rank)
-    latest = end + seconds / 10
-    fits = best.held(waiting) <= budget
     return dataclasses.replace(
-        best,
-        gap=planner.gap(best, budget, lambda: clock() >= latest) if fits else math.inf,
-        least_seconds=min(plan.seconds for _, plan in found),
-        least_peak=min(plan.peak for _, plan in found),
+        min(found, key=rank),
+        least_seconds=min(plan.seconds for plan in found),
+        least_peak=min(plan.peak for plan in found),
         looked_at=len(found),
         is_cut=is_cut,
     )
@@ -127,7 +119,7 @@ class _Planner:
     moves: str
     waiting: int
 
-    def plan(self, prices: Prices) -> Plan:
+    def plan(self, prices: Prices) -> MemoryPlan:
         choice, moved = self.chooser.choose(prices), frozenset[int]()
         if self.moves == "saved":
             moved = self._fill(choice, dict.fromkeys(choice.saved, 0.0))
@@ -136,7 +128,7 @@ class _Planner:
         found = self.predictor.predict(choice, moved)
         values = self.chooser.step.values
         kept = sum(values[place].nbytes for place in choice.saved - moved)
-        return Plan(choice.saved, moved, choice.recomputed, self.chooser.home, found.seconds, found.peak, kept)
+        return MemoryPlan(choice.saved, moved, choice.recomputed, self.chooser.home, found.seconds, found.peak, kept)
 
     def _with_moves(self, prices: Prices, choice: Choice) -> tuple[Choice, frozenset[int]]:
         """What is moved pays no price, so that more is saved, which leaves something else to be moved."""
@@ -157,30 +149,13 @@ class _Planner:
         times, waits = self.predictor.times(choice), self.waiting > 0
         return fill_link(self.chooser.step, movable, worth, times, self.predictor.rates, waits=waits)
 
-    def gap(self, plan: Plan, budget: int, is_over: Callable[[], bool]) -> float:
-        """See :class:`Plan`. Source: Lagrangian relaxation of the budget, at as many prices as there is time for.
-
-        What is saved is on the device when the forward ends, or was copied from there by then. To wait for a copy takes
-        ``1 / link`` seconds a byte, so at no higher price is a byte that is waited for cheaper than a saved one.
-        """
-        link = self.predictor.rates.link
-        choice = Choice(plan.saved, plan.recomputed)
-        own = self.chooser.seconds(choice) + self.predictor.copying(choice, plan.moved)
-        room = (budget - self.chooser.step.input_bytes) / (1 + self.waiting)
-        if self.may_move:
-            room += sum(self.predictor.times(choice).forward.values()) * link
-        bound = 0.0
-        for price in self.prices:
-            if is_over() or (self.may_move and price > 1 / link):
-                break
-            bound = max(bound, self.chooser.least_seconds(price) - price * room)
-        return max(0.0, own - bound)
-
     @functools.cached_property
     def _worth(self) -> Mapping[int, float]:
         return worth_of((price, self.chooser.choose(Prices(price))) for price in self.prices)
 
-    def between(self, lower: tuple[float, Plan], higher: tuple[float, Plan], budget: int) -> Iterator[Plan]:
+    def between(
+        self, lower: tuple[float, MemoryPlan], higher: tuple[float, MemoryPlan], budget: int
+    ) -> Iterator[MemoryPlan]:
         """Two prices with their plans, of which that of the higher one fits: the fewest values, from the first on, pay
         that so that the rest fits, by halving."""
         price, kept = lower
@@ -196,8 +171,8 @@ class _Planner:
 
 
 def _plans(
-    step: Step, rates: Rates, budget: int, may_move: Collection[int], fuses: bool, waiting: int
-) -> Iterator[tuple[_Planner, Plan]]:
+    step: TrainingStep, rates: Rates, budget: int, may_move: Collection[int], fuses: bool, waiting: int
+) -> Iterator[MemoryPlan]:
     prices = _prices(step, rates)
     planners: list[_Planner] = []
     for segments in segmentations(step):
@@ -210,19 +185,18 @@ def _plans(
         planners += ways.values()
         # If there is no time for more: what takes little memory, and what keeps all.
         for planner, price in ((planners[-1], prices[-1]), (ways["nothing"], prices[0])):
-            yield planner, planner.plan(Prices(price))
+            yield planner.plan(Prices(price))
     for planner in sorted(planners, key=lambda planner: MOVES.index(planner.moves)):
         at_price = {}
         for price in reversed(prices):
             at_price[price] = planner.plan(Prices(price))
-            yield planner, at_price[price]
+            yield at_price[price]
         for price, higher in pairwise(prices):
             if at_price[price].held(waiting) > budget >= at_price[higher].held(waiting):
-                between = planner.between((price, at_price[price]), (higher, at_price[higher]), budget)
-                yield from ((planner, plan) for plan in between)
+                yield from planner.between((price, at_price[price]), (higher, at_price[higher]), budget)
 
 
-def _prices(step: Step, rates: Rates) -> list[float]:
+def _prices(step: TrainingStep, rates: Rates) -> list[float]:
     """Seconds for a saved byte: from none, over a tenth of what writing one takes, to all that computing one does."""
     highest = max((value.seconds / value.nbytes for value in step.values if value.nbytes), default=0.0)
     prices = [0.0, 0.1 / rates.memory]

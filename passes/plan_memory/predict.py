@@ -18,10 +18,7 @@ from glue_compiler.ops.device_rates import Rates
 from glue_compiler.passes.plan_memory.choose import Choice
 from glue_compiler.passes.plan_memory.in_place import written_in_place
 from glue_compiler.passes.plan_memory.moves import Times, copying_seconds
-from glue_compiler.passes.plan_memory.step import Step
-
-Lives = Mapping[int, tuple[int, int, int]]
-"""By value, its first and last place on the device, and its bytes."""
+from glue_compiler.passes.plan_memory.step import TrainingStep
 
 
 @dataclass(frozen=True)
@@ -56,7 +53,7 @@ class Predictor:
         fuses: does a compiler fuse what lies between kernels? Else every value is in memory.
     """
 
-    def __init__(self, step: Step, home: Mapping[int, int], rates: Rates, *, fuses: bool = True) -> None:
+    def __init__(self, step: TrainingStep, home: Mapping[int, int], rates: Rates, *, fuses: bool = True) -> None:
         self.step, self.home, self.rates = step, home, rates
         self._fuses = fuses
         self._seconds = [
@@ -82,7 +79,9 @@ class Predictor:
         key = choice, moved
         if key not in self._predicted:
             back = self._order_of_backward(choice)
-            self._predicted[key] = Prediction(self._time(choice, moved, back), self._peak(choice, moved, back))
+            ahead, behind = self.bytes_beside_inputs(choice, moved)
+            peak = self.step.input_bytes + max(*ahead, *behind, 0)
+            self._predicted[key] = Prediction(self._time(choice, moved, back), peak)
         return self._predicted[key]
 
     def copying(self, choice: Choice, moved: Collection[int]) -> float:
@@ -121,25 +120,9 @@ class Predictor:
         traffic = (written + read) / self.rates.memory
         return self._base_seconds + extra + traffic + self.copying(choice, moved)
 
-    def _peak(self, choice: Choice, moved: Collection[int], back: _Backward) -> int:
-        ahead = self._total(self._lives_in_forward(choice, moved), self.step.forward)
-        behind = self._total(self._lives_in_backward(choice, moved, back), back.order)
-        return self.step.input_bytes + max(*ahead, *behind, 0)
-
-    def lives(self, choice: Choice, moved: Collection[int]) -> tuple[Lives, Lives, Sequence[int], Sequence[int]]:
-        """By value, from where to where it is on the device, in forward and in backward; and the order of both."""
-        back = self._order_of_backward(choice)
-        lives = self._lives_in_backward(choice, moved, back)
-        return self._lives_in_forward(choice, moved), lives, self.step.forward, back.order
-
-    def _total(self, lives: Lives, order: Sequence[int]) -> list[int]:
-        """Bytes at each place of ``order``."""
-        changes = [0] * (len(order) + 1)
-        for at, over, nbytes in lives.values():
-            changes[at] += nbytes
-            changes[over + 1] -= nbytes
-        alive = list(accumulate(changes))[:-1]
-        return [held + self.step.values[place].scratch for held, place in zip(alive, order, strict=True)] or [0]
+    def bytes_beside_inputs(self, choice: Choice, moved: Collection[int] = ()) -> tuple[list[int], list[int]]:
+        """At each place of what forward computes, and of what backward does."""
+        return self._bytes_in_forward(choice, moved), self._bytes_in_backward(choice, moved)
 
     def _forward_ends(self, segments: Sequence[int]) -> dict[int, int]:
         """By segment, the place in the forward's order behind its last value."""
@@ -210,7 +193,7 @@ class Predictor:
             duration[number] = times[end] - times[start]
         return begins, duration
 
-    def _lives_in_forward(self, choice: Choice, moved: Collection[int]) -> Lives:
+    def _bytes_in_forward(self, choice: Choice, moved: Collection[int]) -> list[int]:
         values, index = self.step.values, self._forward_index
         memories = self._memories(self.step.forward, choice)
         end, groups = len(index), self.groups(choice)
@@ -226,9 +209,10 @@ class Predictor:
             elif place in moved:
                 over = max(over, self._ends.get(groups[place] + 1, end) - 1)
             lives.append((place, at, over, counts))
-        return self._on_the_device(list(self.step.forward), lives, memories, kept | choice.saved)
+        return self._bytes_at(list(self.step.forward), lives, memories, kept | choice.saved)
 
-    def _lives_in_backward(self, choice: Choice, moved: Collection[int], back: _Backward) -> Lives:
+    def _bytes_in_backward(self, choice: Choice, moved: Collection[int]) -> list[int]:
+        back = self._order_of_backward(choice)
         values, order = self.step.values, back.order
         memories = self._memories(order, choice)
         last = memories.last
@@ -243,16 +227,18 @@ class Predictor:
                 over = len(order) - 1 if place in kept else last.get(place, at)
                 counts = values[place].is_input or place in self.step.realised or place in kept
                 lives.append((place, at, over, counts))
-        return self._on_the_device(order, lives, memories, kept | choice.saved)
+        return self._bytes_at(order, lives, memories, kept | choice.saved)
 
-    def _on_the_device(
+    def _bytes_at(
         self,
         order: Sequence[int],
         lives: Sequence[tuple[int, int, int, bool]],
         memories: FusedLives[int],
         stays: Collection[int],
-    ) -> Lives:
-        """``lives``: the value, its first and last place in ``order``, and whether it counts even if no kernel lies
+    ) -> list[int]:
+        """Bytes on the device at each place of ``order``.
+
+        ``lives``: the value, its first and last place in ``order``, and whether it counts even if no kernel lies
         between the two; ``stays``: what nothing is written over."""
         kernels = self.step.kernels_before(order)
         ends = {
@@ -261,7 +247,10 @@ class Predictor:
             if counts or not self._fuses or kernels[over] > kernels[min(at + 1, len(order))]
         }
         found = written_in_place(self.step.values, order, kernels, ends, memories, stays) if self._fuses else ends
-        return {
-            place: (min(at, memories.first.get(place, at)), over, self.step.values[place].nbytes)
-            for place, (at, over) in found.items()
-        }
+        values = self.step.values
+        changes = [0] * (len(order) + 1)
+        for place, (at, over) in found.items():
+            changes[min(at, memories.first.get(place, at))] += values[place].nbytes
+            changes[over + 1] -= values[place].nbytes
+        alive = accumulate(changes[:-1])
+        return [held + values[place].scratch for held, place in zip(alive, order, strict=True)] or [0]

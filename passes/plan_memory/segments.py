@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from itertools import accumulate
 
-from glue_compiler.passes.plan_memory.step import Step
+from glue_compiler.passes.plan_memory.step import TrainingStep
 
 SLACK = 1.05
 """A place is narrow if it is at most so many times as wide as the narrowest."""
@@ -22,7 +22,7 @@ Segments = Mapping[int, int]
 """By place, the number of the segment that computes a value of the forward, in order."""
 
 
-def segmentations(step: Step) -> Iterator[Segments]:
+def segmentations(step: TrainingStep) -> Iterator[Segments]:
     """Ways to cut the forward into segments, the user's checkpointed regions first where there are some."""
     if len(set(step.regions.values())) > 1:
         yield _by_regions(step)
@@ -37,7 +37,7 @@ def segmentations(step: Step) -> Iterator[Segments]:
             yield from (_between(step, [border]) for border in borders)
 
 
-def _between(step: Step, borders: list[int]) -> Segments:
+def _between(step: TrainingStep, borders: list[int]) -> Segments:
     begins = set(borders)
     numbers = accumulate(place in begins for place in step.forward)
     found = dict(zip(step.forward, numbers, strict=True))
@@ -47,7 +47,7 @@ def _between(step: Step, borders: list[int]) -> Segments:
     return found
 
 
-def _by_regions(step: Step) -> Segments:
+def _by_regions(step: TrainingStep) -> Segments:
     """Segments begin where a region's first value is computed; what lies behind a region belongs to it."""
     begins: dict[int, int] = {}
     for place in step.forward:
@@ -56,7 +56,7 @@ def _by_regions(step: Step) -> Segments:
     return _between(step, sorted(begins.values()))
 
 
-def _narrow_places(step: Step) -> list[int]:
+def _narrow_places(step: TrainingStep) -> list[int]:
     """Places in front of which little is alive, one between any two kernels."""
     order = {place: index for index, place in enumerate(step.forward)}
     last_read: dict[int, int] = {}

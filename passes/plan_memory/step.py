@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -58,7 +58,7 @@ class Value:
 
 
 @dataclass(frozen=True)
-class Step:
+class TrainingStep:
     """Forward and backward of one step.
 
     Attributes:
@@ -107,7 +107,9 @@ class Step:
         return any(root.is_kernel and root.is_tuple for root in roots)
 
 
-def read_step(joint: fx.GraphModule, num_outputs: int, costs: Costs, shape_env: object) -> tuple[Step, list[fx.Node]]:
+def read_step(
+    joint: fx.GraphModule, num_outputs: int, costs: Costs, shape_env: object
+) -> tuple[TrainingStep, list[fx.Node]]:
     """The step that ``joint`` computes, and its nodes by place.
 
     Args:
@@ -119,13 +121,16 @@ def read_step(joint: fx.GraphModule, num_outputs: int, costs: Costs, shape_env: 
     backward = joint_graphs.depends_on_gradients(nodes)
     written = graph_inputs.written_inputs(joint)
     outputs, gradients = joint_graphs.results_of(joint, num_outputs)
+    roots = {node: _memory_of(node) for node in nodes}
+    # Of a view that a policy saves, that is its memory.
+    must_save = {roots[node] for node in nodes if checkpoint_tags.explicit_policy(node) == "save"}
 
     values = []
-    for node in nodes:
-        value, root = value_of(node), _memory_of(node)
+    for node, root in roots.items():
+        value = value_of(node)
         is_input = node.op in ("placeholder", "get_attr")
         own = nbytes(node) if root is node and (not is_input or node in backward) else 0
-        policy = checkpoint_tags.explicit_policy(node)
+        must_recompute = node not in must_save and checkpoint_tags.explicit_policy(node) == "recompute"
         cost = Cost(0.0) if is_input or root is not node else costs.of(node, shape_env)
         values.append(
             Value(
@@ -141,14 +146,14 @@ def read_step(joint: fx.GraphModule, num_outputs: int, costs: Costs, shape_env: 
                 is_backward=node in backward,
                 is_symbol=isinstance(value, Symbolic),
                 may_save=_is_a_tensor_of_its_own(node, root),
-                may_recompute=policy == "recompute"
-                or (policy is None and not is_input and _gives_the_same_again(node, root, written)),
-                must_recompute=policy == "recompute",
+                may_recompute=must_recompute
+                or (not (is_input or node in must_save) and _gives_the_same_again(node, root, written)),
+                must_recompute=must_recompute,
             )
         )
     regions = {p: region for p, node in enumerate(nodes) if (region := checkpoint_tags.region_of(node)) is not None}
-    forward = _ancestors([places[node] for node in outputs], values)
-    step = Step(
+    forward = ancestors([places[node] for node in outputs], values)
+    step = TrainingStep(
         tuple(values),
         tuple(sorted(forward)),
         tuple(places[node] for node in outputs),
@@ -179,7 +184,8 @@ def _gives_the_same_again(node: fx.Node, root: fx.Node, written: Collection[fx.N
     return joint_graphs.may_recompute(node) and not any(storage_root(read) in written for read in reads)
 
 
-def _ancestors(places: Sequence[int], values: Sequence[Value]) -> set[int]:
+def ancestors(places: Iterable[int], values: Sequence[Value]) -> set[int]:
+    """The values at ``places``, and all that they are computed from."""
     found: set[int] = set()
     waiting = list(places)
     while waiting:

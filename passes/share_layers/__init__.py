@@ -9,10 +9,11 @@ import torch
 from glue_compiler.compat import nested_graphs
 from glue_compiler.fx import bodies
 from glue_compiler.fx.values import value_of
-from glue_compiler.graph_pass import Numerics, PairPass, PassContext, PassResult, Skip
 from glue_compiler.passes.share_layers.kept_states import drop_states, find_unread_states
 from glue_compiler.passes.share_layers.plan import WORTH, plan_sharing
 from glue_compiler.passes.share_layers.rewrite import share
+from glue_compiler.pipeline.graph_pass import PairPass, PassContext, PassResult
+from glue_compiler.pipeline.results import Numerics, Skip
 
 if TYPE_CHECKING:
     from torch import fx

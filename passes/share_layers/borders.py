@@ -70,6 +70,6 @@ def _cut(steps: Steps, young: Sequence[int], most: int) -> list[Span]:
 
 
 def _cost(steps: Steps, spans: Sequence[Span]) -> float:
-    """What compiling each kind of piece once costs, as a number of steps. A piece of its own kind is called by none."""
+    """What compiling each kind of piece once costs, as a number of steps. A piece of a unique kind stays inline."""
     kinds = Counter(steps.local[first:last] for first, last in spans)
     return sum(len(kind) + (CALL * times if times > 1 else 0) for kind, times in kinds.items())

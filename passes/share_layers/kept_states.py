@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from glue_compiler import compat
-from glue_compiler.compat import rng_states
+from glue_compiler.compat import rng_states, symbols
 from glue_compiler.fx.training_pair import TrainingPair
 from glue_compiler.fx.values import has_value, tensors_in, value_of
 from glue_compiler.passes.share_layers.steps import draws_numbers
@@ -85,6 +84,6 @@ def _run_plainly(node: fx.Node) -> None:
 
 def _record_value(node: fx.Node) -> None:
     args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
-    mode = compat.fake_mode_of(tensors_in((args, kwargs)))
-    with compat.speculation(mode, getattr(mode, "shape_env", None)):
+    mode = symbols.fake_mode_of(tensors_in((args, kwargs)))
+    with symbols.speculation(mode, getattr(mode, "shape_env", None)):
         node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]

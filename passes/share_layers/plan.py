@@ -94,50 +94,37 @@ class _Row:
         for span in self.spans:
             if times[self.kind(span)] > 1 and self.piece(span) is not None:
                 shapes[self.steps.local[slice(*span)]] = self.kind(span)
-        by_first: dict[int, list[tuple[int, ...]]] = defaultdict(list)
-        by_last: dict[int, list[tuple[int, ...]]] = defaultdict(list)
-        for shape in sorted(shapes, key=len, reverse=True):
-            by_first[shape[0]].append(shape)
-            by_last[shape[-1]].append(shape)
+        shapes = dict(sorted(shapes.items(), key=lambda each: -len(each[0])))  # the longest first
         found: list[Span] = []
         for span in self.spans:
             if times[self.kind(span)] > 1:
                 found.append(span)
             else:
-                found += self._split(span, by_first, by_last, shapes)
+                found += self._split(span, shapes)
         self.spans = found
 
-    def _split(
-        self,
-        span: Span,
-        by_first: dict[int, list[tuple[int, ...]]],
-        by_last: dict[int, list[tuple[int, ...]]],
-        shapes: dict[tuple[int, ...], int],
-    ) -> list[Span]:
+    def _split(self, span: Span, shapes: dict[tuple[int, ...], int]) -> list[Span]:
+        """Pieces of known ``shapes`` at its end and at its start, the longest first, and the rest between them."""
         first, last = span
         before: list[Span] = []
         after: list[Span] = []
-        local = self.steps.local
-        while first < last:
-            for shape in by_last.get(local[last - 1], ()):
-                inner = (last - len(shape), last)
-                if inner[0] >= first and local[slice(*inner)] == shape and self.kind(inner) == shapes[shape]:
-                    after.append(inner)
-                    last = inner[0]
-                    break
-            else:
-                break
-        while first < last:
-            for shape in by_first.get(local[first], ()):
-                inner = (first, first + len(shape))
-                if inner[1] <= last and local[slice(*inner)] == shape and self.kind(inner) == shapes[shape]:
-                    before.append(inner)
-                    first = inner[1]
-                    break
-            else:
-                break
+        while inner := self._piece_at(first, last, shapes, at_end=True):
+            after.append(inner)
+            last = inner[0]
+        while inner := self._piece_at(first, last, shapes, at_end=False):
+            before.append(inner)
+            first = inner[1]
         rest = [(first, last)] if first < last else []
         return [*before, *rest, *reversed(after)]
+
+    def _piece_at(self, first: int, last: int, shapes: dict[tuple[int, ...], int], *, at_end: bool) -> Span | None:
+        for shape, kind in shapes.items():
+            start = last - len(shape) if at_end else first
+            inner = (start, start + len(shape))
+            fits = first <= start and inner[1] <= last and self.steps.local[slice(*inner)] == shape
+            if fits and self.kind(inner) == kind:
+                return inner
+        return None
 
     def join(self) -> None:
         """Join neighbours that come together again and again: fewer calls, and more that can be fused."""

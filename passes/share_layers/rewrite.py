@@ -6,8 +6,7 @@ import operator
 
 from torch import fx
 
-from glue_compiler import compat
-from glue_compiler.compat import nested_graphs
+from glue_compiler.compat import nested_graphs, tracing
 from glue_compiler.fx.values import value_of
 from glue_compiler.passes.share_layers.pieces import Piece
 from glue_compiler.passes.share_layers.plan import SharedBody
@@ -38,7 +37,7 @@ class _Writer:
             copies[operand].meta["val"] = value_of(operand)
         for node in (*piece.constants, *piece.nodes):
             copies[node] = graph.node_copy(node, copies.__getitem__)
-            compat.copy_node_attributes(node, copies[node])
+            tracing.copy_node_attributes(node, copies[node])
         graph.output(tuple(copies[node] for node in piece.outputs))
         return graph
 
@@ -59,7 +58,7 @@ class _Writer:
         for node in piece.views:
             with self.graph.inserting_after(after):
                 after = results[node] = self.graph.node_copy(node, lambda operand: results.get(operand, operand))
-            compat.copy_node_attributes(node, after)
+            tracing.copy_node_attributes(node, after)
         inside = set(piece.nodes)
         for node, result in results.items():
             node.replace_all_uses_with(result, delete_user_cb=lambda user: user not in inside)
@@ -67,7 +66,7 @@ class _Writer:
         for node in reversed(piece.nodes):
             self.graph.erase_node(node)
         for result, name in names.items():
-            compat.set_name(result, name)  # a saved value has one name in both graphs
+            tracing.set_name(result, name)  # a saved value has one name in both graphs
         self.replaced |= results
 
     def _operands(self, piece: Piece) -> list[fx.Node]:

@@ -11,16 +11,13 @@ import sympy
 import torch
 from torch import fx
 
-from glue_compiler import compat
-from glue_compiler.compat import rng_states
+from glue_compiler.compat import operators, rng_states
+from glue_compiler.compat.symbols import unbacked_symbols
 from glue_compiler.fx.values import Symbolic, expression, expressions_of, has_value, is_plain, leaves, value_of
 from glue_compiler.ops.offload import TRANSFERS
 
 _SEEDS = {"inductor_seeds", "inductor_lookup_seed"}
 """The seeds of a graph's random numbers, which each call of a body takes its own of."""
-
-# Operators that compute their results from their operands alone, and do nothing else, wherever their schema says so.
-_NAMESPACES = {"aten", "prims", "glue"}
 
 
 class UnknownStep(Exception):
@@ -166,12 +163,14 @@ def _check(node: fx.Node, random_numbers: bool) -> None:
     target, args, kwargs = rng_states.run_with_a_state(node) or (node.target, node.args, node.kwargs)
     if not isinstance(target, torch._ops.OpOverload) or node.op != "call_function":
         raise UnknownStep(f"'{target}' is no operator of torch's")
-    if target.namespace not in _NAMESPACES or target._schema.is_mutable or node.is_impure(False):
+    if not operators.computes_alone(target) or node.is_impure(False):
         raise UnknownStep(f"'{target}' may do more than compute its result")
     if target in TRANSFERS:
         raise UnknownStep("a copy to or from the host runs beside what stands around it")
     counts_from_start = any(argument.name == "storage_offset" for argument in target._schema.arguments)
-    if (counts_from_start or "storage_offset" in target.__name__) and any(map(_offset, _tensors(node))):
+    tensors = (value for each in node.all_input_nodes if isinstance(value := value_of(each), torch.Tensor))
+    counts_from_start |= "storage_offset" in target.__name__
+    if counts_from_start and any(expression(tensor.storage_offset()) != 0 for tensor in tensors):
         raise UnknownStep(f"'{target}' counts from the start of a storage, of which a body takes a part")
     if draws_numbers(target, args, kwargs) and not random_numbers:
         raise UnknownStep(f"'{target}' draws random numbers, in an order that the compiler may change")
@@ -186,15 +185,6 @@ def draws_numbers(target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Ma
             given = args[place] if place < len(args) else kwargs.get("dropout_p", argument.default_value)
             return given not in (0, 0.0)
     return True
-
-
-def _tensors(node: fx.Node) -> list[torch.Tensor]:
-    return [value for operand in node.all_input_nodes if isinstance(value := value_of(operand), torch.Tensor)]
-
-
-def _offset(tensor: torch.Tensor) -> bool:
-    """Does it begin behind the start of its storage, as far as is known?"""
-    return expression(tensor.storage_offset()) != 0
 
 
 def described(value: Any) -> Hashable:
@@ -242,6 +232,6 @@ _PLAIN = (
 
 def _number(value: Any) -> Hashable:
     number: Hashable = expression(value)
-    if isinstance(number, sympy.Basic) and compat.unbacked_symbols(number):
+    if isinstance(number, sympy.Basic) and unbacked_symbols(number):
         raise UnknownStep("its size is known only when the graph runs")
     return number

@@ -9,9 +9,10 @@ from torch import fx
 from glue_compiler.fx.index_expressions import IndexReader
 from glue_compiler.fx.operators import Operators
 from glue_compiler.fx.value_numbering import number_values
-from glue_compiler.graph_pass import GraphPass, Numerics, PassContext, PassResult
 from glue_compiler.passes.specialize_attention.analysis import Settings, plan_attention
 from glue_compiler.passes.specialize_attention.rewrite import apply_plan
+from glue_compiler.pipeline.graph_pass import GraphPass, PassContext, PassResult
+from glue_compiler.pipeline.results import Numerics
 
 
 class SpecializeAttention(GraphPass):
@@ -28,12 +29,11 @@ class SpecializeAttention(GraphPass):
         return (options.compiler, options.kernels, tuple(sorted(options.assume.items())))
 
     def run(self, graph: fx.GraphModule, context: PassContext) -> PassResult:
-        numbering = number_values(graph, context.effects)
-        reader = IndexReader(Operators(numbering, context.effects))
+        reader = IndexReader(Operators(number_values(graph, context.effects), context.effects))
         assume_sorted = context.options.assume.get("sorted_document_ids", False)
         settings = Settings(context.options.compiler, context.options.kernels, assume_sorted)
-        plan = plan_attention(numbering, reader, settings)
+        plan = plan_attention(reader, settings)
         written = ((f"write {each.site.output.name} as {each.form}", each) for each in plan.replacements)
         plan.replacements = list(context.fuel.allowed(written))
-        counts = apply_plan(plan, numbering, reader, context.effects.fake_mode)
+        counts = apply_plan(plan, reader)
         return PassResult(changed=bool(plan.replacements), counts=dict(counts), skips=tuple(dict.fromkeys(plan.skips)))

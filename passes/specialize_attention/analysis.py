@@ -8,23 +8,22 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from torch import fx
 
 from glue_compiler.compat.attention import has_sdpa_backward
+from glue_compiler.fx.gradients import Gradients
 from glue_compiler.fx.index_expressions import IndexReader
-from glue_compiler.fx.value_numbering import Numbering
-from glue_compiler.fx.values import expression, source_line, value_of
-from glue_compiler.graph_pass import Skip
+from glue_compiler.fx.values import expression, value_of
 from glue_compiler.ops.attention_choice import AttentionCall, Kernel, choose, unsupported
 from glue_compiler.ops.attention_costs import gradient_pays, lists_pay, pays
 from glue_compiler.options import Compiler, Kernels
 from glue_compiler.passes.specialize_attention.attention_calls import attention_sites
 from glue_compiler.passes.specialize_attention.attention_parts import AttentionSite
-from glue_compiler.passes.specialize_attention.gradients import Gradients
+from glue_compiler.passes.specialize_attention.candidates import products_with_softmax
 from glue_compiler.passes.specialize_attention.listed_masks import ListedMask, listed_mask
 from glue_compiler.passes.specialize_attention.masks import UnknownMask, Visibility, classify_mask
 from glue_compiler.passes.specialize_attention.memory_layouts import layout_of
 from glue_compiler.passes.specialize_attention.metadata_places import MetadataPlace, metadata_place
+from glue_compiler.pipeline.results import Skip
 
 Form = Literal["unmasked", "causal", "packed", "listed"]
 """``unmasked``: sdpa without a mask. ``causal``: sdpa with ``is_causal``. ``packed``: within documents, a
@@ -54,7 +53,7 @@ class Replacement:
 
 
 @dataclass
-class Plan:
+class AttentionPlan:
     replacements: list[Replacement] = field(default_factory=list)
     skips: list[Skip] = field(default_factory=list)
 
@@ -68,19 +67,21 @@ class Settings:
     assume_sorted: bool = False
 
 
-def plan_attention(numbering: Numbering, reader: IndexReader, settings: Settings) -> Plan:
+def plan_attention(reader: IndexReader, settings: Settings) -> AttentionPlan:
     """Plan for a graph and the bodies in it. Reads only."""
-    plan = Plan()
+    plan = AttentionPlan()
     seen: dict[Any, Visibility | UnknownMask] = {}
+    numbering = reader.operators.numbering
+    candidates = products_with_softmax(reader.operators)
     for scope in numbering.scopes:
-        for found in attention_sites(scope, reader):
+        for found in attention_sites(scope, reader, candidates):
             if not isinstance(found, AttentionSite):
-                plan.skips.append(_skip(*found))
+                plan.skips.append(Skip.at(*found))
                 continue
             try:
                 plan.replacements.append(_planned(found, reader, settings, seen))
             except UnknownMask as reason:
-                plan.skips.append(_skip(found.output, str(reason)))
+                plan.skips.append(Skip.at(found.output, str(reason)))
     _leave_what_does_not_pay(plan)
     # In order of execution, so that what the first attention needs is there for the others.
     time = {o.node: o.time for occurrences in numbering.occurrences.values() for o in occurrences}
@@ -197,7 +198,7 @@ def _kernel(site: AttentionSite, settings: Settings, *, hides_keys: bool) -> tup
     return call, kernel
 
 
-def _leave_what_does_not_pay(plan: Plan) -> None:
+def _leave_what_does_not_pay(plan: AttentionPlan) -> None:
     """Turn replacements into skips where a batch's metadata takes longer than the layers that share it save."""
     layers = Counter(
         (each.visibility, each.call.length) for each in plan.replacements if each.visibility and each.call is not None
@@ -228,8 +229,4 @@ def _leave_what_does_not_pay(plan: Plan) -> None:
                 "less time than block lists; longer rows would be specialised"
             )
         plan.replacements.remove(each)
-        plan.skips.append(_skip(each.site.output, reason))
-
-
-def _skip(node: fx.Node, reason: str) -> Skip:
-    return Skip(reason, node.name, source_line(node))
+        plan.skips.append(Skip.at(each.site.output, reason))

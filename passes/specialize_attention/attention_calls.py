@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import sympy
@@ -11,38 +11,42 @@ import torch
 from torch import fx
 
 from glue_compiler.fx.gradient_strides import strides_are_seen
+from glue_compiler.fx.gradients import Gradients
 from glue_compiler.fx.index_expressions import IndexReader
-from glue_compiler.fx.index_views import Element, NotAView, broadcast_index, source_of
+from glue_compiler.fx.index_views import Element, Index, broadcast_index
 from glue_compiler.fx.operators import Call, Operators, Value
 from glue_compiler.fx.value_numbering import Scope
 from glue_compiler.fx.values import value_of
 from glue_compiler.passes.specialize_attention.attention_parts import AttentionSite, Chain, Mask, NotAttention
-from glue_compiler.passes.specialize_attention.gates import Gate, read_gate
-from glue_compiler.passes.specialize_attention.gradients import Gradients
-from glue_compiler.passes.specialize_attention.operands import places
-from glue_compiler.passes.specialize_attention.weights import has_softmax
+from glue_compiler.passes.specialize_attention.gates import read_gate
+from glue_compiler.passes.specialize_attention.operands import elements_behind, places
 from glue_compiler.passes.specialize_attention.written_out import read_written_out
 
 aten = torch.ops.aten
 
-_PRODUCTS = (aten.matmul, aten.einsum, aten.bmm)
-_ENDS = (aten.scaled_dot_product_attention, *_PRODUCTS, aten.mul)
+_ENDS = (aten.scaled_dot_product_attention, aten.matmul, aten.einsum, aten.mul)
 """What gives the result of an attention."""
 
 
-def attention_sites(scope: Scope, reader: IndexReader) -> Iterable[AttentionSite | tuple[fx.Node, str]]:
-    """The attentions in one graph that have a mask, and (node, reason) for those that are left alone at first sight."""
+def attention_sites(
+    scope: Scope, reader: IndexReader, candidates: Mapping[fx.Node, str]
+) -> Iterable[AttentionSite | tuple[fx.Node, str]]:
+    """The attentions in one graph that have a mask, and (node, reason) for those that are left alone at first sight.
+
+    Args:
+        candidates: see :func:`products_with_softmax`.
+    """
     operators = reader.operators
     sites: dict[fx.Node, AttentionSite | tuple[fx.Node, str]] = {}
     for node in scope.module.graph.nodes:
         found = value_of(node)
         if not node.op.startswith("call_") or not isinstance(found, torch.Tensor):
             continue
-        if found.dim() not in (3, 4) or not found.is_floating_point() or not operators.is_made_of(node, _ENDS):
+        if found.dim() not in (3, 4) or not found.is_floating_point() or not operators.dispatches(node, _ENDS):
             continue
         value = operators.value(node)
         call = operators.does(value) if value.node is node else None
-        if call is None or call.operator not in _ENDS:
+        if call is None or call.operator not in _ENDS or call.written:
             continue
         gate = read_gate(value, call, reader) if call.operator is aten.mul else None
         if gate is None and call.operator is aten.mul:
@@ -52,9 +56,8 @@ def attention_sites(scope: Scope, reader: IndexReader) -> Iterable[AttentionSite
             if call.operator is aten.scaled_dot_product_attention:
                 site = _operator_site(node, call, scope, reader)
             else:
-                site = _written_out_site(value, call, gate, scope, reader)
-                if site is None and gate is None and has_softmax(call, operators):
-                    raise NotAttention("softmax between two products that are not of query, key and value [B, H, T, D]")
+                found_here = read_written_out(value, call, gate, reader)
+                site = _site(scope, reader, node, *found_here) if found_here is not None else None
         except NotAttention as reason:
             site = node, str(reason)
         if site is None:
@@ -62,7 +65,9 @@ def attention_sites(scope: Scope, reader: IndexReader) -> Iterable[AttentionSite
         if gate is not None:
             sites.pop(gate.result.node, None)  # what was said of it, which this is a part of
         sites[node] = site
-    return sites.values()
+    known = {*sites, *(node for site in sites.values() if isinstance(site, AttentionSite) for node in site.inside)}
+    unknown = [(node, why) for node, why in candidates.items() if node not in known]
+    return [*sites.values(), *(each for each in unknown if each[0].graph is scope.module.graph)]
 
 
 def _operator_site(node: fx.Node, call: Call, scope: Scope, reader: IndexReader) -> AttentionSite | None:
@@ -73,43 +78,27 @@ def _operator_site(node: fx.Node, call: Call, scope: Scope, reader: IndexReader)
     if not isinstance(mask, Value) or given["is_causal"]:
         raise NotAttention("a mask that is no tensor, or one beside is_causal")
     role: Literal["shows", "added"] = "shows" if reader.dtype(mask) == torch.bool else "added"
-    chain = Chain(mask=Mask(mask, role, "zeros"), dropout=given["dropout_p"], scale=given["scale"])
-    operands = (given["query"], given["key"], given["value"])
-    return _site(scope, reader, node, operands, chain, given["enable_gqa"])
-
-
-def _written_out_site(
-    value: Value, call: Call, gate: Gate | None, scope: Scope, reader: IndexReader
-) -> AttentionSite | None:
-    found = read_written_out(value, call, gate, reader)
-    if found is None:
-        return None
-    operands = (found.query, found.key, found.value)
-    return _site(scope, reader, value.node, operands, found.chain, False, found.inside, found.is_key_transposed)
+    chain = Chain(
+        mask=Mask(mask, role, "zeros"),
+        dropout=given["dropout_p"],
+        scale=given["scale"],
+        is_grouped=given["enable_gqa"],
+    )
+    return _site(scope, reader, node, (given["query"], given["key"], given["value"]), chain)
 
 
 def _site(
-    scope: Scope,
-    reader: IndexReader,
-    output: fx.Node,
-    operands: tuple[Any, Any, Any],
-    chain: Chain,
-    is_grouped: bool,
-    inside: tuple[fx.Node, ...] = (),
-    is_key_transposed: bool = False,
+    scope: Scope, reader: IndexReader, output: fx.Node, operands: tuple[Any, Any, Any], chain: Chain
 ) -> AttentionSite:
-    operators = reader.operators
+    operators, inside, is_grouped = reader.operators, chain.inside, chain.is_grouped
     query, key, value = (_node_at(each, output, operators) for each in operands)
-    mask, dropout, scale = chain.mask, chain.dropout, chain.scale
-    _require_supported_numbers(dropout, scale)
+    _require_supported_numbers(chain.dropout, chain.scale)
     shapes = [reader.shape(operators.value(node)) for node in (query, key, value, output)]
     (batch, heads, length, size), of_key, of_value, of_output = shapes
-    if is_key_transposed:
+    if chain.is_key_transposed:
         of_key = (*of_key[:2], of_key[3], of_key[2])
     if len(of_output) == 3:
         of_output = (batch, heads, *of_output[1:])  # products of the operands, with rows and heads as one dimension
-    if not value_of(query).is_floating_point():
-        raise NotAttention(f"query, key and value are of {value_of(query).dtype}")
     if any(each == 0 for shape in shapes for each in shape):
         raise NotAttention("there is nothing to attend to")
     if of_key[:3] != of_value[:3] or of_key[0] != batch or of_output[:3] != (batch, heads, length):
@@ -133,7 +122,10 @@ def _site(
         _before_repeat(node, each, heads, gradients, reader)
         for node, each in zip((key, value), operands[1:], strict=True)
     )
-    if is_key_transposed or len({reader.shape(operators.value(node))[1] for node in (grouped_key, grouped_value)}) > 1:
+    if (
+        chain.is_key_transposed
+        or len({reader.shape(operators.value(node))[1] for node in (grouped_key, grouped_value)}) > 1
+    ):
         grouped_key, grouped_value = key, value
     sinks = _sinks(chain.sinks, heads, gradients, reader) if chain.sinks is not None else None
     # What autograd does not save in eager may be written later; of the result backward gets a copy of its own then.
@@ -150,9 +142,9 @@ def _site(
         grouped_value,
         is_grouped or grouped_key is not key,
         length == of_key[2],
-        mask,
-        float(dropout),
-        float(scale) if scale is not None else None,
+        chain.mask,
+        float(chain.dropout),
+        float(chain.scale) if chain.scale is not None else None,
         chain.softcap,
         sinks,
         chain.gated is not None,
@@ -160,7 +152,7 @@ def _site(
         chain.is_bias_merged,
         chain.factors,
         inside,
-        is_key_transposed,
+        chain.is_key_transposed,
     )
 
 
@@ -187,23 +179,26 @@ def _require_supported_numbers(dropout: Any, scale: Any) -> None:
 
 
 def _before_repeat(node: fx.Node, value: Value, heads: Any, gradients: Gradients, reader: IndexReader) -> fx.Node:
-    """The tensor of which ``value`` repeats each head for a group of query heads; ``node``, its own, if it does not."""
+    """The tensor of fewer heads in which each query head finds what it finds in ``value``; ``node``, its own, if there
+    is none.
+    """
     operators = reader.operators
-    wanted = tuple(sympy.Symbol(name, integer=True, nonnegative=True) for name in "bhtd")
-    shape = reader.shape(value)
-    element = Element(value, broadcast_index(wanted, shape))
-    while gradients.pass_through(element.value.node):
-        try:
-            element = source_of(operators, element.value, element.index)
-        except NotAView:
-            break
+    shape, wanted = reader.shape(value), places(4)
+    own = shape[1]
+    if not isinstance(heads, int) or not isinstance(own, int) or heads % own:
+        return node
+
+    def of_groups(shape: tuple[Any, ...]) -> Index:
+        """Where a query head finds its own in a tensor that has ``shape[1]`` heads."""
+        return broadcast_index((wanted[0], sympy.floor(wanted[1] / (heads // shape[1])), *wanted[2:]), shape)
+
+    for element in elements_behind(Element(value, of_groups(shape)), gradients):
         source = reader.shape(element.value)
-        if len(source) != 4 or not isinstance(heads, int) or not isinstance(source[1], int) or source[1] < 1:
+        if len(source) != 4 or not isinstance(source[1], int) or source[1] < 1:
             continue
-        if source[1] >= heads or heads % source[1] or (source[0], *source[2:]) != (shape[0], *shape[2:]):
+        if source[1] >= own or heads % source[1] or (source[0], *source[2:]) != (shape[0], *shape[2:]):
             continue
-        one_group = (wanted[0], sympy.floor(wanted[1] / (heads // source[1])), *wanted[2:])
-        if element.index == broadcast_index(one_group, source):
+        if element.index == of_groups(source):
             found = operators.node_of(element.value)
             if found is not None and found.graph is node.graph and operators.is_kept(element.value, gradients.output):
                 return found
@@ -221,18 +216,12 @@ def _sinks(element: Element, heads: Any, gradients: Gradients, reader: IndexRead
     of_query = (*wanted, sympy.Integer(0)) if rank == 4 else wanted
     is_for_all = reader.shape(whole) == (1,)
     is_of_queries = (rank > 1 or is_for_all) and element.index == broadcast_index(of_query, reader.shape(whole))
-    while True:
-        if reader.shape(element.value) == (heads,) and element.index == broadcast_index(wanted[1:2], (heads,)):
-            found = operators.node_of(element.value)
+    for behind in elements_behind(element, gradients):
+        if reader.shape(behind.value) == (heads,) and behind.index == broadcast_index(wanted[1:2], (heads,)):
+            found = operators.node_of(behind.value)
             is_here = found is not None and found.graph is gradients.output.graph
-            if is_here and operators.is_kept(element.value, gradients.output):
+            if is_here and operators.is_kept(behind.value, gradients.output):
                 return found
-        if not gradients.pass_through(element.value.node):
-            break
-        try:
-            element = source_of(operators, element.value, element.index)
-        except NotAView:
-            break
     found = operators.operand(whole, gradients.output) if is_of_queries else None
     if found is None or found.graph is not gradients.output.graph:
         raise NotAttention("attention sinks that are not in memory where the attention is")

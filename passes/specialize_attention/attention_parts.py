@@ -70,6 +70,7 @@ class Chain:
         is_bias_merged: its first dimension of three is that of rows and heads.
         factors: a tensor that the scores are multiplied by before anything is added to them.
         sinks: the score of that column, or in that factor: the element that is taken for row b, head h and query t.
+        inside, is_key_transposed, is_grouped: as those of the :class:`AttentionSite`.
     """
 
     links: list[Value] = field(default_factory=list)
@@ -87,6 +88,9 @@ class Chain:
     is_bias_merged: bool = False
     dtypes: list[torch.dtype] = field(default_factory=list)
     fillings: list[Filling] = field(default_factory=list)
+    inside: tuple[fx.Node, ...] = ()
+    is_key_transposed: bool = False
+    is_grouped: bool = False
 
 
 @dataclass(frozen=True)

@@ -21,34 +21,25 @@ TOKEN = sympy.Symbol("t", integer=True, positive=True)
 """A token that is not the first of its row."""
 
 
-@dataclass(frozen=True)
-class Monotone:
-    """A vector that never decreases (or never increases) from a token to the next; ``because`` names the lemmas.
-
-    Its runs of equal values are contiguous, so tokens with equal values are a document.
-    """
-
-    because: tuple[str, ...]
-
-
 def over_tokens(expression: Any) -> Any | None:
     """An expression of ``QUERY`` as one of ``TOKEN``; None if it says something else of the first token of a row."""
     vector = expression.xreplace({QUERY: TOKEN})
     return vector if vector.xreplace({TOKEN: QUERY}) == expression else None
 
 
-def monotone(vector: Any, reader: IndexReader, *, assume_sorted: bool) -> Monotone | None:
-    """Is ``vector``, an expression of ``TOKEN``, proved monotone? ``assume_sorted``: integer leaves are taken to be."""
-    direction = _Direction(reader, assume_sorted)
-    found = direction.of(vector)
-    return Monotone(tuple(dict.fromkeys(direction.because))) if found is not None else None
+def is_monotone(vector: Any, reader: IndexReader, *, assume_sorted: bool) -> bool:
+    """Is ``vector``, an expression of ``TOKEN``, proved never to decrease, or never to increase, along a row?
+
+    Its runs of equal values are contiguous then, so tokens with equal values are a document. ``assume_sorted``: integer
+    leaves are taken to be.
+    """
+    return _Direction(reader, assume_sorted).of(vector) is not None
 
 
+@dataclass(frozen=True)
 class _Direction:
-    def __init__(self, reader: IndexReader, assume_sorted: bool) -> None:
-        self.reader = reader
-        self.assume_sorted = assume_sorted
-        self.because: list[str] = []
+    reader: IndexReader
+    assume_sorted: bool
 
     def of(self, vector: Any) -> int | None:
         """1: never decreases; -1: never increases; 0: the same for all tokens of a row; None: not proved."""
@@ -72,46 +63,32 @@ class _Direction:
         along = [dim for dim, i in enumerate(index) if TOKEN in i.free_symbols]
         if len(along) != 1 or index[along[0]] not in (TOKEN, TOKEN - 1):
             return None
-        lemma = _never_decreases(value, along[0], self.reader)
-        if lemma is None and self.assume_sorted and self.reader.dtype(value) in INDEX_DTYPES:
-            lemma = "assumed: document ids are sorted"
-        if lemma is None:
-            return None
-        self.because.append(lemma)
-        return 1
+        is_assumed = self.assume_sorted and self.reader.dtype(value) in INDEX_DTYPES
+        return 1 if is_assumed or _never_decreases(value, along[0], self.reader) else None
 
 
-def _never_decreases(value: Value, dim: int, reader: IndexReader) -> str | None:
-    """The lemma by which the operator behind ``value`` gives numbers that never decrease along ``dim``."""
+def _never_decreases(value: Value, dim: int, reader: IndexReader) -> bool:
+    """Does the operator behind ``value`` give numbers that never decrease along ``dim``?"""
     if reader.dtype(value) not in INDEX_DTYPES:
-        return None
+        return False
     match reader.operators.does(value):
         case Call(aten.cumsum, {"self": steps, "dim": along}):
-            if along % len(reader.shape(value)) == dim and is_non_negative(steps, reader.operators):
-                return "a cumsum of non-negative steps"
+            return bool(along % len(reader.shape(value)) == dim) and is_non_negative(steps, reader.operators)
         # Each comparison of a binary search goes to the right for a larger value too, sorted boundaries or not.
         case Call(aten.searchsorted, {"sorted_sequence": boundaries, "self": values, "sorter": None}):
-            if len(reader.shape(boundaries)) == 1 and _grows(values, dim, reader):
-                return "a binary search for growing values"
+            return len(reader.shape(boundaries)) == 1 and _grows(values, dim, reader)
         case Call(aten.bucketize, {"self": values}):
-            if _grows(values, dim, reader):
-                return "a binary search for growing values"
-        case Call(aten.repeat_interleave, {"self": Value() as values, "repeats": Value(), "dim": along}):
-            if len(reader.shape(values)) == 1 and along in (None, 0, -1) and _grows(values, 0, reader):
-                return "repeat_interleave of growing values"
+            return _grows(values, dim, reader)
+        case Call(aten.repeat_interleave, {"self": Value() as values, "repeats": Value(), "dim": None | 0 | -1}):
+            return len(reader.shape(values)) == 1 and _grows(values, 0, reader)
         # Of a token that ends a document, and belongs to it: counted, and moved by one.
-        case Call(aten.cat | aten.concat | aten.concatenate, {"tensors": (first, counts), "dim": along}):
+        case Call(aten.cat, {"tensors": (first, counts), "dim": along}):
             if along % len(reader.shape(value)) == dim and _is_of_integers(first, reader):
-                least = reader.read(first, _places(first, reader))
-                if _counts_from(least, counts, dim, reader):
-                    return "a cumsum of non-negative steps behind what is no more"
-        case Call(aten.pad, {"self": counts, "pad": (int() as before, 0), "mode": "constant", "value": least}):
+                return _counts_from(reader.read(first, _places(first, reader)), counts, dim, reader)
+        case Call(aten.constant_pad_nd, {"self": counts, "pad": (int() as before, 0), "value": least}):
             is_along = dim == len(reader.shape(value)) - 1 and before >= 0
-            if is_along and _counts_from(number_of(least or 0), counts, dim, reader):
-                return "a cumsum of non-negative steps behind what is no more"
-        case _:
-            pass
-    return None
+            return is_along and _counts_from(number_of(least), counts, dim, reader)
+    return False
 
 
 def _counts_from(least: Any, value: Any, dim: int, reader: IndexReader) -> bool:

@@ -54,12 +54,12 @@ def _factor(factor: Value, reader: IndexReader) -> tuple[Value, Element, tuple[V
     links: list[Value] = []
     found = _computed(Element(factor, broadcast_index(places(4), reader.shape(factor))), links, reader)
     match operators.does(found.value):
-        case Call(aten.sigmoid | aten.special_expit, {"self": Value() as logit}):
+        case Call(aten.sigmoid, {"self": Value() as logit}):
             found = _computed(Element(logit, found.index), links, reader)
         case _:
             return None
     match operators.does(found.value):
-        case Call(aten.sub | aten.subtract, {"self": Value() as minuend, "other": Value() as sinks, "alpha": 1}):
+        case Call(aten.add, {"self": Value() as minuend, "other": Value() as sinks, "alpha": -1}):
             pass
         case _:
             return None
@@ -81,7 +81,7 @@ def _computed(element: Element, links: list[Value], reader: IndexReader) -> Elem
     while True:
         links.append(element.value)
         call = reader.operators.does(element.value)
-        if call is None or call.operator in (aten.detach, aten.detach_):
+        if call is None or call.operator is aten.detach:
             return element
         if call.operator in CONVERSIONS and reader.operators.is_tensor(call.arguments["self"]):
             element = Element(call.arguments["self"], element.index)

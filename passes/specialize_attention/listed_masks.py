@@ -13,17 +13,17 @@ import torch
 from torch import fx
 
 from glue_compiler.compat.attention import has_flex_gradient, most_score_bytes
+from glue_compiler.fx.gradients import Gradients
 from glue_compiler.fx.index_expressions import IndexReader, Unreadable
 from glue_compiler.fx.index_numbers import as_number, holds_where, is_selected_constant
-from glue_compiler.fx.index_views import Element, NotAView, broadcast_index, source_of
-from glue_compiler.fx.operators import FOUND, Operators, Value
+from glue_compiler.fx.index_views import Element, NotAView, broadcast_index
+from glue_compiler.fx.operators import UNTRACKED, Operators, Value
 from glue_compiler.fx.value_numbering import Scope
 from glue_compiler.fx.values import expression, requires_grad, storages_of, value_of
 from glue_compiler.ops.mask_blocks import EmptyRows, Kind
 from glue_compiler.passes.specialize_attention.attention_parts import AttentionSite, Mask
-from glue_compiler.passes.specialize_attention.gradients import Gradients
 from glue_compiler.passes.specialize_attention.masks import UnknownMask
-from glue_compiler.passes.specialize_attention.operands import places
+from glue_compiler.passes.specialize_attention.operands import elements_behind, places
 
 aten = torch.ops.aten
 _GIVEN = ("placeholder", "get_attr")
@@ -57,7 +57,7 @@ class Elements:
 
 
 @dataclass(frozen=True)
-class Step:
+class ScoreChange:
     """What is done to the scores: ``elements`` are added, or ``filling`` takes their place where those hide a key.
 
     Attributes:
@@ -86,7 +86,7 @@ class ListedMask:
     kind: Kind
     empty_rows: EmptyRows
     bias: Elements | None
-    steps: tuple[Step, ...] = ()
+    steps: tuple[ScoreChange, ...] = ()
     factors: Elements | None = None
 
     @property
@@ -102,8 +102,7 @@ def listed_mask(site: AttentionSite, reader: IndexReader) -> ListedMask:
         UnknownMask: it cannot; the message says why.
     """
     mask = site.mask
-    if mask is None:
-        raise UnknownMask("there is no mask to read")
+    assert mask is not None
     if any(each.empty_rows is None for each in mask.parts):
         raise UnknownMask("the masked scores are rounded or bounded, and what hides a key then is not known")
     bias = None
@@ -131,10 +130,10 @@ def _of_steps(mask: Mask, bias: Elements | None, site: AttentionSite, reader: In
         raise UnknownMask("there are two masks, or sinks beside a finite number, and the scores are scaled afterwards")
     if any(each.role != "added" and math.isfinite(each.filling) and each.empty_rows == "nan" for each in mask.parts):
         raise UnknownMask("what is filled in is minus infinity in a narrower dtype afterwards")
-    steps = [Step(bias, "added")] if bias is not None else []
+    steps = [ScoreChange(bias, "added")] if bias is not None else []
     for part in mask.parts:
         elements = _elements(part.value, part.role == "added", site, reader)
-        steps.append(Step(elements, part.role, part.filling, part.dtype))
+        steps.append(ScoreChange(elements, part.role, part.filling, part.dtype))
     factors = None
     if site.factors is not None:
         _require_small_factors(site.factors, reader)
@@ -164,7 +163,7 @@ def _is_small(number: Any) -> bool:
     return number.is_extended_real is True and bool(abs(number) <= 1)
 
 
-def _require_room(steps: list[Step], factors: Elements | None, site: AttentionSite) -> None:
+def _require_room(steps: list[ScoreChange], factors: Elements | None, site: AttentionSite) -> None:
     """Of numbers alone there is some in any dtype."""
     is_filled = any(step.kind != "added" for step in steps)
     if not is_filled and factors is None:
@@ -244,7 +243,7 @@ def _require_numbers(added: Value, site: AttentionSite, reader: IndexReader) -> 
     dtype = reader.dtype(added)
     if not dtype.is_floating_point:
         raise UnknownMask(f"numbers in {dtype} are added to the scores")
-    if added.step == FOUND:
+    if added.step == UNTRACKED:
         raise UnknownMask("what is added to the scores is written in place, perhaps by what has a gradient")
     computed_in = torch.promote_types(value_of(site.output).dtype, torch.float32)
     if torch.promote_types(dtype, computed_in) != computed_in:
@@ -297,23 +296,18 @@ def _same_elements(
         sizes, index = (sizes[0] * sizes[1], *sizes[2:]), index[1:]
     if not _fits(reader.shape(mask), sizes):
         raise UnknownMask("the sizes of the mask are not proved to be those of the scores")
-    element = Element(mask, _broadcast(index, reader.shape(mask)))
-    while True:
+    for element in elements_behind(Element(mask, _broadcast(index, reader.shape(mask))), gradients):
         shape = reader.shape(element.value)
         if _fits(shape, sizes) and element.index == _broadcast(index, shape):
             yield element.value
-        if not gradients.pass_through(element.value.node) or _is_detached(element.value, reader.operators):
-            return
-        try:
-            element = source_of(reader.operators, element.value, element.index)
-        except NotAView:
+        if _is_detached(element.value, reader.operators):
             return
 
 
 def _is_detached(value: Value, operators: Operators) -> bool:
     """Does its node say nothing of its gradients, of which it cuts off some inside?"""
     call = operators.does(value)
-    is_cut = call is not None and call.operator in (aten.detach, aten.detach_)
+    is_cut = call is not None and call.operator is aten.detach
     return is_cut and any(requires_grad(value_of(arg)) for arg in value.node.all_input_nodes)
 
 

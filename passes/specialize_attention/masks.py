@@ -19,7 +19,7 @@ from glue_compiler.passes.specialize_attention.documents import (
     KEY,
     QUERY,
     TOKEN,
-    monotone,
+    is_monotone,
     over_tokens,
     unit_step_vectors,
 )
@@ -38,14 +38,12 @@ class Visibility:
         window: -1: any distance; else ``|q - k| < window``.
         documents: vectors over tokens, expressions of ``BATCH`` and ``TOKEN``; query and key are equal in each.
         keys: conditions, expressions of ``BATCH`` and ``KEY``, of the keys that queries see at all, such as padding.
-        because: the lemmas of the proof.
     """
 
     is_causal: bool = False
     window: int = -1
     documents: tuple[Any, ...] = ()
     keys: tuple[Any, ...] = ()
-    because: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -125,7 +123,6 @@ class _Classifier:
         self.assume_sorted = assume_sorted
         self.documents: list[Any] = []
         self.keys: list[Any] = []
-        self.because: list[str] = []
         self.unit_steps: list[Any] = []
 
     def run(self) -> Visibility:
@@ -154,15 +151,9 @@ class _Classifier:
     def _visibility(self, back: Any, ahead: Any) -> Visibility:
         if min(back, ahead) < 0:
             raise UnknownMask("a token does not see itself, so that some rows see nothing")
-        found = {
-            "documents": tuple(self.documents),
-            "keys": tuple(self.keys),
-            "because": tuple(dict.fromkeys(self.because)),
-        }
-        if ahead == 0:
-            return Visibility(True, -1 if back == sympy.oo else int(back) + 1, **found)
-        if back == ahead:
-            return Visibility(False, -1 if back == sympy.oo else int(back) + 1, **found)
+        if ahead in (0, back):
+            window = -1 if back == sympy.oo else int(back) + 1
+            return Visibility(ahead == 0, window, tuple(self.documents), tuple(self.keys))
         raise UnknownMask(f"a window of {back} keys back and {ahead} ahead; kernels take both equal, or none ahead")
 
     @staticmethod
@@ -184,14 +175,12 @@ class _Classifier:
             raise UnknownMask(f"{self._show(condition)} does not compare one vector at query and key")
         if vector is None:
             raise UnknownMask(f"{self._show(condition)} treats the first token of a row in its own way")
-        proof = monotone(vector, self.reader, assume_sorted=self.assume_sorted)
-        if proof is None:
+        if not is_monotone(vector, self.reader, assume_sorted=self.assume_sorted):
             raise UnknownMask(
                 f"document ids {self._show(vector)} are not proved to be sorted; ids from a cumsum are, and "
                 'options={"assume": {"sorted_document_ids": True}} says it'
             )
         self.documents.append(vector)
-        self.because += proof.because
         self.unit_steps += unit_step_vectors(vector, self.reader)
 
     def _as_non_negative(self, condition: Any) -> list[Any]:
@@ -199,8 +188,6 @@ class _Classifier:
         if not isinstance(condition, sympy.Ge | sympy.Gt | sympy.Le | sympy.Lt):
             raise UnknownMask(self._why_not(condition))
         more, less = condition.gts, condition.lts
-        if not (more.is_integer and less.is_integer):
-            raise UnknownMask(f"{self._show(condition)} compares floats")
         difference = sympy.expand(more - less - (1 if condition.func in (sympy.Gt, sympy.Lt) else 0))
         distances = difference.atoms(sympy.Abs)
         if not distances:
@@ -229,7 +216,6 @@ class _Classifier:
             factor = difference.coeff(at_query)
             if factor in (1, -1) and difference.coeff(at_key) == -factor:
                 difference = sympy.expand(difference - factor * (at_query - at_key) + factor * (QUERY - KEY))
-                self.because.append("positions grow by one within a document")
         if difference.is_nonnegative or self._least(difference) >= 0:
             return "always", None
         for kind, distance in (("back", QUERY - KEY), ("ahead", KEY - QUERY)):

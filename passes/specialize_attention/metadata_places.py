@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import operator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,14 @@ from glue_compiler.passes.specialize_attention.attention_parts import AttentionS
 from glue_compiler.passes.specialize_attention.documents import BATCH, KEY, TOKEN
 from glue_compiler.passes.specialize_attention.masks import UnknownMask, Visibility
 
-COMPARISONS = (sympy.Eq, sympy.Ne, sympy.Lt, sympy.Le, sympy.Gt, sympy.Ge)
+COMPARISONS: dict[Any, Callable[..., Any]] = {
+    sympy.Eq: operator.eq,
+    sympy.Ne: operator.ne,
+    sympy.Lt: operator.lt,
+    sympy.Le: operator.le,
+    sympy.Gt: operator.gt,
+    sympy.Ge: operator.ge,
+}
 
 
 @dataclass(frozen=True)
@@ -53,11 +61,9 @@ def metadata_place(site: AttentionSite, visibility: Visibility, reader: IndexRea
     """
     sizes = {BATCH: value_of(site.query).shape[0], TOKEN: value_of(site.query).shape[2]}
     sizes = {symbol: expression(size) for symbol, size in sizes.items()}
-    for vector in visibility.documents:
-        _require_vector(vector, sizes, reader)
-    for condition in visibility.keys:
-        _require_condition(condition, sizes, reader)
     vectors = (*visibility.documents, *visibility.keys)
+    for vector in vectors:
+        _require_computable(vector, sizes, reader)
     names = sorted({call.func.__name__ for vector in vectors for call in vector.atoms(AppliedUndef)})
     path = [site.scope]
     while path[0].parent is not None:
@@ -119,33 +125,24 @@ def _size(site: AttentionSite, scope: Scope, dim: int, before: fx.Node, numberin
 # -- what can be written
 
 
-def _require_vector(vector: Any, sizes: Mapping[Any, Any], reader: IndexReader) -> None:
-    if vector.is_Integer or vector in (TOKEN, KEY):
-        return
-    if isinstance(vector, sympy.Add | sympy.Mul):
-        for part in vector.args:
-            _require_vector(part, sizes, reader)
-        return
-    if isinstance(vector, sympy.floor):
-        numerator, denominator = sympy.fraction(sympy.together(vector.args[0]))
-        if denominator.is_Integer and denominator > 0:
-            _require_vector(numerator, sizes, reader)
-            return
-    if isinstance(vector, AppliedUndef):
-        taken_of(vector, reader.shape(reader.leaves[vector.func.__name__]), sizes)
-        return
-    raise UnknownMask(f"{vector} is no vector over tokens that can be computed")
+_COMPUTED = (sympy.Not, sympy.And, sympy.Or, sympy.Add, sympy.Mul, *COMPARISONS)
 
 
-def _require_condition(condition: Any, sizes: Mapping[Any, Any], reader: IndexReader) -> None:
-    if isinstance(condition, sympy.Not | sympy.And | sympy.Or):
-        for part in condition.args:
-            _require_condition(part, sizes, reader)
-        return
-    if condition.func not in COMPARISONS or all(side.is_number for side in condition.args):
-        raise UnknownMask(f"{condition} is no condition of keys that can be computed")
-    for side in condition.args:
-        _require_vector(side, sizes, reader)
+def _require_computable(whole: Any, sizes: Mapping[Any, Any], reader: IndexReader) -> None:
+    """Of a vector over tokens, or a condition of keys."""
+    parts = sympy.preorder_traversal(whole)
+    for part in parts:
+        if isinstance(part, AppliedUndef):
+            taken_of(part, reader.shape(reader.leaves[part.func.__name__]), sizes)
+            parts.skip()
+        elif isinstance(part, sympy.floor):
+            numerator, denominator = sympy.fraction(sympy.together(part.args[0]))
+            if not denominator.is_Integer or denominator <= 0:
+                raise UnknownMask(f"{part} is no vector over tokens that can be computed")
+            _require_computable(numerator, sizes, reader)
+            parts.skip()
+        elif not (part.is_Integer or part in (TOKEN, KEY) or isinstance(part, _COMPUTED)):
+            raise UnknownMask(f"{whole} is no vector over tokens, and no condition of keys, that can be computed")
 
 
 @dataclass(frozen=True)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import sympy
 import torch
 from torch import fx
 
+from glue_compiler.fx.gradients import Gradients
 from glue_compiler.fx.index_expressions import IndexReader, Unreadable
 from glue_compiler.fx.index_operators import CONVERSIONS
 from glue_compiler.fx.index_views import Element, Index, NotAView, broadcast_index, reshaped_index, source_of
-from glue_compiler.fx.operators import FOUND, Operators, Value
+from glue_compiler.fx.operators import UNTRACKED, Operators, Value
 from glue_compiler.passes.specialize_attention.attention_parts import NotAttention
-from glue_compiler.passes.specialize_attention.gradients import Gradients
 
 
 def regrouped_from(value: Value, operators: Operators) -> Value | None:
@@ -26,15 +27,14 @@ def regrouped_from(value: Value, operators: Operators) -> Value | None:
     index = places(operators.meta(value).rank)
     try:
         element = source_of(operators, value, index)
-        before, after = operators.meta(element.value).shape, operators.meta(value).shape
-        is_regrouped = sorted((len(before), len(after))) == [3, 4] or before == after
-        is_same = is_regrouped and element.index == _same_rows(index, before, after)
     except NotAView:
         return None
-    return element.value if is_same else None
+    before, after = operators.meta(element.value).shape, operators.meta(value).shape
+    is_regrouped = sorted((len(before), len(after))) == [3, 4] or before == after
+    return element.value if is_regrouped and element.index == _same_rows(index, before, after) else None
 
 
-def operand_behind(value: Any, output: fx.Node, reader: IndexReader, *, is_transposed: bool) -> Value | None:
+def operand_behind(value: Value, output: fx.Node, reader: IndexReader, *, is_transposed: bool) -> Value | None:
     """The tensor ``[B, H, T, D]`` behind an operand of a product, ``[B * H, T, D]`` or ``[B, H, T, D]``.
 
     Args:
@@ -47,27 +47,33 @@ def operand_behind(value: Any, output: fx.Node, reader: IndexReader, *, is_trans
         NotAttention: gradients do not pass from the operand to the tensor.
     """
     operators = reader.operators
-    if not operators.is_tensor(value) or operators.meta(value).rank not in (3, 4):
-        return None
-    if operators.meta(value).rank == 4 and not is_transposed:
-        return value
     shape = reader.shape(value)
+    if len(shape) == 4 and not is_transposed:
+        return value
     index = places(len(shape))
     element = Element(value, broadcast_index(_swapped(index) if is_transposed else index, shape))
     wanted = _swapped(shape) if is_transposed else shape
     gradients = Gradients(output, operators)
+    for behind in elements_behind(element, gradients):
+        found = reader.shape(behind.value)
+        if behind.value != value and len(found) == 4 and behind.index == _same_rows(index, found, wanted):
+            is_of_a_node = behind.value.step == UNTRACKED or operators.node_of(behind.value) is not None
+            if is_of_a_node and behind.value.node.graph is output.graph:
+                return behind.value
+    if not gradients.pass_through(behind.value.node):
+        raise NotAttention("gradients are switched off for a part of it")
+    return None
+
+
+def elements_behind(element: Element, gradients: Gradients) -> Iterator[Element]:
+    """``element``, and those that it is a view or a copy of, as far as gradients pass through."""
+    yield element
     while gradients.pass_through(element.value.node):
         try:
-            element = source_of(operators, element.value, element.index)
-            found = reader.shape(element.value)
-            is_behind = len(found) == 4 and element.index == _same_rows(index, found, wanted)
+            element = source_of(gradients.operators, element.value, element.index)
         except NotAView:
-            return None
-        if is_behind:
-            is_of_a_node = element.value.step == FOUND or operators.node_of(element.value) is not None
-            if is_of_a_node and element.value.node.graph is output.graph:
-                return element.value
-    raise NotAttention("gradients are switched off for a part of it")
+            return
+        yield element
 
 
 def before_widening(value: Any, output: Value, operators: Operators) -> Any:
@@ -102,12 +108,11 @@ def is_zeros(value: Value, output: fx.Node, reader: IndexReader) -> bool:
 
 
 def _same_rows(index: Index, shape: tuple[Any, ...], result: tuple[Any, ...]) -> Index | None:
-    """The index into ``shape`` for element ``index`` of ``result``, if only the dimensions before the last two differ.
-
-    Raises:
-        NotAView: their sizes are not known to fit.
-    """
-    return reshaped_index(index, shape, result) if shape[-2:] == result[-2:] else None
+    """The index into ``shape`` for element ``index`` of ``result``, if only dimensions before the last two differ."""
+    try:
+        return reshaped_index(index, shape, result) if shape[-2:] == result[-2:] else None
+    except NotAView:
+        return None
 
 
 def _swapped(each: tuple[Any, ...]) -> tuple[Any, ...]:

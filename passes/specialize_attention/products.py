@@ -32,8 +32,6 @@ def product_of(call: Call | None, operators: Operators) -> Product | None:
             # Of tensors of several ranks, one is repeated for the other's rows.
             is_one_rank = operators.meta(left).rank == operators.meta(right).rank
             return Product(left, right, False) if is_one_rank else None
-        case Call(aten.bmm, {"self": Value() as left, "mat2": Value() as right}):
-            return Product(left, right, False)
         case Call(
             aten.baddbmm,
             {
@@ -47,8 +45,7 @@ def product_of(call: Call | None, operators: Operators) -> Product | None:
             # By a beta of 0 what is added is not read: NaN in it are no NaN of the result.
             return Product(left, right, False, factor, added if beta else None, None if beta else added)
         case Call(aten.einsum, {"equation": str() as equation, "tensors": [Value() as first, Value() as second]}):
-            factors, _, result = equation.replace(" ", "").partition("->")
-            names = factors.split(",")
+            names, result = _named(equation.replace(" ", ""), operators.meta(first).rank, operators.meta(second).rank)
             for (left, of_left), (right, of_right) in (
                 ((first, names[0]), (second, names[-1])),
                 ((second, names[-1]), (first, names[0])),
@@ -56,9 +53,16 @@ def product_of(call: Call | None, operators: Operators) -> Product | None:
                 is_transposed = _is_transposed(of_left, of_right, result)
                 if is_transposed is not None:
                     return Product(left, right, is_transposed)
-        case _:
-            pass
     return None
+
+
+def _named(equation: str, *ranks: int) -> tuple[list[str], str]:
+    """The dimensions of the factors and of the result, with names in the place of an ellipsis."""
+    factors, _, result = equation.partition("->")
+    missing = {rank - len(each) + 3 for each, rank in zip(factors.split(","), ranks, strict=False) if "..." in each}
+    others = [name for name in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" if name not in equation]
+    names = "".join(others[: missing.pop()]) if len(missing) == 1 else "..."
+    return [each.replace("...", names) for each in factors.split(",")], result.replace("...", names)
 
 
 def _is_transposed(left: str, right: str, result: str) -> bool | None:

@@ -18,27 +18,8 @@ from glue_compiler.passes.specialize_attention.attention_parts import Chain, Fil
 from glue_compiler.passes.specialize_attention.operands import is_zeros, places, regrouped_from
 
 aten = torch.ops.aten
-_PASSED = (aten.clone, aten.contiguous, aten.view, aten.reshape, aten.flatten, aten.unflatten)
-
-
-def has_softmax(call: Call, operators: Operators) -> bool:
-    """Is softmax over the last of three or four dimensions behind the first factor of a product, whatever its form?"""
-    tensors = call.arguments.get("tensors") or (call.arguments.get("self"),)
-    weights: Any = tensors[0]
-    while operators.is_tensor(weights):
-        match operators.does(weights):
-            case Call(aten.softmax | aten.special_softmax, {"dim": int() as dim}):
-                rank = operators.meta(weights).rank
-                return rank in (3, 4) and dim % rank == rank - 1
-            case Call(aten.dropout, {"input": behind}):
-                weights = behind
-            case Call(aten.masked_fill | aten.where, {"self": behind}):
-                weights = behind
-            case Call(operator, {"self": behind}) if operator in _PASSED or operator in CONVERSIONS:
-                weights = behind
-            case _:
-                return False
-    return False
+_ROW_AND_HEAD = sympy.Symbol("bh", integer=True, nonnegative=True)
+"""A place where rows and heads are one dimension: no head."""
 
 
 def softmax_behind(weights: Any, chain: Chain, operators: Operators) -> Value | None:
@@ -49,7 +30,7 @@ def softmax_behind(weights: Any, chain: Chain, operators: Operators) -> Value | 
             return None
         chain.links.append(weights)
         match call:
-            case Call(aten.softmax | aten.special_softmax, {"self": scores, "dim": dim}):
+            case Call(aten.softmax, {"self": scores, "dim": dim}):
                 rank = operators.meta(weights).rank
                 is_over_keys = rank in (3, 4) and isinstance(dim, int) and dim % rank == rank - 1
                 chain.dtypes.append(operators.meta(weights).dtype)
@@ -60,13 +41,15 @@ def softmax_behind(weights: Any, chain: Chain, operators: Operators) -> Value | 
                         raise NotAttention("it has two dropouts")
                     chain.dropout = p
                 weights = kept
-            case Call(aten.masked_fill, {"self": Value() as kept, "mask": mask, "value": filling}):
+            case Call(aten.where, {"condition": mask, "self": filling, "other": kept}) if is_filled_in(
+                filling, kept, operators
+            ):
                 chain.fillings.append(Filling(weights, kept, mask, "hides", filling))
                 weights = kept
             case Call(aten.where, {"condition": mask, "self": Value() as kept, "other": filling}):
                 chain.fillings.append(Filling(weights, kept, mask, "shows", filling))
                 weights = kept
-            case Call(aten.slice | aten.narrow, {"self": Value() as part}) if not chain.has_sinks:
+            case Call(aten.slice, {"self": Value() as part}) if not chain.has_sinks:
                 if not _is_all_but_the_last(call, part, weights, operators):
                     return None
                 chain.has_sinks = True
@@ -76,6 +59,12 @@ def softmax_behind(weights: Any, chain: Chain, operators: Operators) -> Value | 
             case _:
                 weights = regrouped_from(weights, operators)
     return None
+
+
+def is_filled_in(filling: Any, tensor: Any, operators: Operators) -> bool:
+    """Is ``filling`` a number, or a tensor of one, in place of items of ``tensor``?"""
+    is_number = not operators.is_tensor(filling) or not operators.meta(filling).rank
+    return is_number and operators.is_tensor(tensor) and operators.meta(tensor).rank > 0
 
 
 def regrouped(value: Value, chain: Chain, operators: Operators) -> Value:
@@ -115,13 +104,15 @@ def hidden_twice(chain: Chain, output: fx.Node, reader: IndexReader) -> None:
 
 def _is_same(mask: Mask, filling: Filling, reader: IndexReader) -> bool:
     """Does ``mask`` hide the keys whose weights are filled in?"""
-    if mask.role == "added" or not reader.operators.is_tensor(filling.mask):
+    operators = reader.operators
+    if mask.role == "added" or not operators.is_tensor(filling.mask):
         return False
+    of_mask, of_filling = (places(operators.meta(each).rank) for each in (mask.value, filling.mask))
+    if len(of_filling) == 3 and operators.meta(filling.weights).rank == 3:
+        of_filling = (_ROW_AND_HEAD, *of_filling[1:])
     try:
-        of_scores, of_weights = (
-            as_boolean(reader.read(each, places(4)[4 - reader.operators.meta(each).rank :]))
-            for each in (mask.value, filling.mask)
-        )
+        of_scores = as_boolean(reader.read(mask.value, of_mask))
+        of_weights = as_boolean(reader.read(filling.mask, of_filling))
     except (Unreadable, NotAView):
         return False
     return bool(of_scores == (of_weights if mask.role == filling.role else sympy.Not(of_weights)))
@@ -129,33 +120,29 @@ def _is_same(mask: Mask, filling: Filling, reader: IndexReader) -> bool:
 
 def _is_all_but_the_last(call: Call, whole: Value, part: Value, operators: Operators) -> bool:
     before, after = operators.meta(whole).shape, operators.meta(part).shape
-    starts, steps = call.arguments["start"] in (None, 0), call.arguments.get("step", 1) == 1
+    starts, steps = call.arguments["start"] in (None, 0), call.arguments["step"] == 1
     return starts and steps and (*before[:-1], before[-1] - 1) == tuple(after)
 
 
 def without_row_maximum(value: Value, chain: Chain, operators: Operators) -> Value:
     """Takes the subtraction of a row's maximum off the scores, which softmax does not see."""
     match operators.does(value):
-        case Call(aten.sub | aten.subtract, {"self": Value() as scores, "other": Value() as most, "alpha": 1}):
+        case Call(aten.add, {"self": Value() as scores, "other": Value() as most, "alpha": -1}):
             if _is_row_maximum(most, scores, operators):
                 chain.links += [value, most]
                 return scores
-        case _:
-            pass
     return value
 
 
 def without_sinks(value: Value, chain: Chain, operators: Operators) -> Value:
     """Takes the column of sinks off the scores."""
     match operators.does(value):
-        case Call(aten.cat | aten.concat, {"tensors": (Value() as scores, Value() as sinks), "dim": int() as dim}):
+        case Call(aten.cat, {"tensors": (Value() as scores, Value() as sinks), "dim": int() as dim}):
             column = operators.meta(sinks).shape if operators.is_tensor(sinks) else (None,)
             if operators.is_tensor(scores) and operators.meta(scores).rank == 4 and dim % 4 == 3 and column[-1] == 1:
                 chain.links.append(value)
                 chain.sinks = Element(sinks, broadcast_index((*places(4)[:3], sympy.Integer(0)), column))
                 return scores
-        case _:
-            pass
     raise NotAttention("only a part of the softmax is used, and the rest of it are no attention sinks")
 
 

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import sympy
 import torch
 from torch import fx
 
-from glue_compiler.fx.effects import Kind as EffectKind
+from glue_compiler.fx.gradients import Gradients
 from glue_compiler.fx.index_expressions import IndexReader, Unreadable
 from glue_compiler.fx.index_operators import CONVERSIONS
-from glue_compiler.fx.operators import FOUND, Call, Operators, Value
+from glue_compiler.fx.operators import UNTRACKED, Call, Operators, Value
+from glue_compiler.fx.private_nodes import nodes_used_alone
 from glue_compiler.fx.values import requires_grad, value_of
 from glue_compiler.ops.mask_blocks import EmptyRows, Kind, hidden_below
 from glue_compiler.passes.specialize_attention.attention_parts import Chain, Mask, NotAttention
 from glue_compiler.passes.specialize_attention.gates import Gate
-from glue_compiler.passes.specialize_attention.gradients import Gradients
 from glue_compiler.passes.specialize_attention.operands import before_widening, is_zeros, operand_behind
 from glue_compiler.passes.specialize_attention.products import product_of
 from glue_compiler.passes.specialize_attention.weights import (
     hidden_twice,
+    is_filled_in,
     regrouped,
     softmax_behind,
     without_row_maximum,
@@ -31,25 +31,15 @@ from glue_compiler.passes.specialize_attention.weights import (
 )
 
 aten = torch.ops.aten
-_MOST_LEFT_OVER = 16
-"""Nodes that nothing needs, behind one of a chain: a limit for the search alone."""
 _CHANGED = "softmax of scores that are changed in another way than by a scale, a soft cap and a mask"
 
 
-@dataclass(frozen=True)
-class WrittenOut:
-    """What :class:`AttentionSite` says of an attention, as values; ``inside`` are its nodes."""
-
-    query: Value
-    key: Value
-    value: Value
-    chain: Chain
-    inside: tuple[fx.Node, ...]
-    is_key_transposed: bool = False
-
-
-def read_written_out(output: Value, call: Call, gate: Gate | None, reader: IndexReader) -> WrittenOut | None:
+def read_written_out(
+    output: Value, call: Call, gate: Gate | None, reader: IndexReader
+) -> tuple[tuple[Value, Value, Value], Chain] | None:
     """matmul(dropout(softmax(f * (cap(g * matmul(query, key^T)) + bias + mask))), value); None if the product is none.
+
+    The operands, and what is between them.
 
     Rows and heads may be one dimension, ``[B * H, T, D]``, of any of the operands, and of the scores in any place.
 
@@ -102,8 +92,8 @@ def read_written_out(output: Value, call: Call, gate: Gate | None, reader: Index
     query = operand_behind(product.left, output.node, reader, is_transposed=False)
     key = operand_behind(product.right, output.node, reader, is_transposed=not product.is_transposed)
     value = operand_behind(outer.right, output.node, reader, is_transposed=False)
-    is_key_transposed = key is None and not product.is_transposed and operators.meta(product.right).rank == 4
-    key = product.right if is_key_transposed else key
+    chain.is_key_transposed = key is None and not product.is_transposed and operators.meta(product.right).rank == 4
+    key = product.right if chain.is_key_transposed else key
     if query is None or key is None or value is None:
         return None
     query, key = (before_widening(each, output, operators) for each in (query, key))
@@ -112,12 +102,12 @@ def read_written_out(output: Value, call: Call, gate: Gate | None, reader: Index
     nodes += [link.node for link in chain.links if isinstance(value_of(link.node), tuple)]
     if any(node is None or node.graph is not output.node.graph for node in nodes):
         return None
-    inside = _used_here_alone([node for node in nodes if node is not None], scores, output.node, operators)
-    if any(operators.node_of(each) in inside for each in _operands(chain)):
+    chain.inside = _used_here_alone([node for node in nodes if node is not None], scores, output.node, operators)
+    if any(operators.node_of(each) in chain.inside for each in _operands(chain)):
         raise NotAttention("scores are added to or multiplied by themselves")
-    _require_one_autocast(inside, output.node, operators)
+    _require_one_autocast(chain.inside, output.node, operators)
     _require_one_precision((query, key, value), chain.links, output, operators)
-    return WrittenOut(query, key, value, chain, inside, is_key_transposed)
+    return (query, key, value), chain
 
 
 def _needs_gradient(value: Value, output: fx.Node, operators: Operators) -> bool:
@@ -136,7 +126,7 @@ def _require_exact_bias(bias: Value, links: list[Value], chain: Chain, operators
 
 
 def _require_one_grouping(query: Value, chain: Chain, operators: Operators) -> None:
-    """Rows and heads that are one dimension in one place are told apart as the query's, of which masks are read."""
+    """Require that ``[B * H]`` is split into rows and heads as the query splits it: masks are read of that split."""
     masks = [each for each in _operands(chain) if each != chain.bias]
     shapes = {link: operators.meta(link).shape for link in chain.links}
     merged = [operators.does(link) for link, shape in shapes.items() if len(shape) == 3]
@@ -160,8 +150,6 @@ def _without_floor(value: Value, chain: Chain, reader: IndexReader) -> Value:
             bounds = ((scores, low),)
         case Call(aten.clamp_min, {"self": scores, "min": low}):
             bounds = ((scores, low),)
-        case _:
-            pass
     for scores, low in bounds:
         if reader.operators.is_tensor(scores) and _filling(low, "hides", 1.0, value, reader) is not None:
             chain.has_floor = True
@@ -178,20 +166,18 @@ def _masked(value: Value, chain: Chain, reader: IndexReader) -> Value:
     behind.factor = behind.scale
     behind.dtypes += [reader.dtype(link) for link in behind.links]
     match operators.does(scores):
-        case Call(aten.add | aten.add_ as add, {"self": Value() as first, "other": Value() as second, "alpha": 1}):
+        case Call(aten.add, {"self": Value() as first, "other": Value() as second, "alpha": 1 | -1 as sign}) as add:
             # In place the scores alone are written: they are in no other memory, as a mask may be.
-            for inner, mask in ((first, second), (second, first))[: 2 if add is aten.add else 1]:
+            for inner, mask in ((first, second), (second, first))[: 1 if add.written or sign < 0 else 2]:
                 unfilled = _without_fillings(inner, dataclasses.replace(behind, links=[]), reader)
                 if operators.is_tensor(mask) and _are_scores(unfilled, operators):
                     dtype = reader.dtype(scores)
                     is_rounded = any(torch.promote_types(each, dtype) != each for each in behind.dtypes)
                     empty_rows: EmptyRows = "zeros" if chain.has_sinks else "nan"
-                    behind.mask = Mask(mask, "added", None if is_rounded else empty_rows, behind.factor)
+                    behind.mask = Mask(mask, "added", None if is_rounded else empty_rows, sign * behind.factor)
                     behind.links.append(scores)
                     scores = inner
                     break
-        case _:
-            pass
     scores = _without_fillings(scores, behind, reader)
     if behind.mask is None:
         return value
@@ -208,9 +194,8 @@ def _without_fillings(value: Value, chain: Chain, reader: IndexReader) -> Value:
         role: Kind
         value = regrouped(value, chain, reader.operators)
         match reader.operators.does(value):
-            case Call(
-                aten.masked_fill | aten.masked_fill_,
-                {"self": Value() as scores, "mask": Value() as mask, "value": filling},
+            case Call(aten.where, {"condition": Value() as mask, "self": filling, "other": Value() as scores}) if (
+                is_filled_in(filling, scores, reader.operators)
             ):
                 role = "hides"
             case Call(aten.where, {"condition": Value() as mask, "self": Value() as scores, "other": filling}):
@@ -256,8 +241,8 @@ def _biased(value: Value, chain: Chain, operators: Operators) -> Value:
         return value
     value = regrouped(value, chain, operators)
     match operators.does(value):
-        case Call(aten.add | aten.add_ as add, {"self": Value() as first, "other": Value() as second, "alpha": 1}):
-            for scores, bias in ((first, second), (second, first))[: 2 if add is aten.add else 1]:
+        case Call(aten.add, {"self": Value() as first, "other": Value() as second, "alpha": 1}) as add:
+            for scores, bias in ((first, second), (second, first))[: 1 if add.written else 2]:
                 if operators.is_tensor(bias) and _is_product(scores, operators):
                     chain.bias = bias
                     chain.links.append(value)
@@ -328,15 +313,11 @@ def _scaled(value: Value, chain: Chain, operators: Operators) -> Value:
         value = regrouped(value, chain, operators)
         call = operators.does(value)
         match call:
-            case Call(aten.mul | aten.multiply | aten.mul_, {"self": first, "other": second}):
-                scores, factor = (first, second) if isinstance(first, Value) else (second, first)
-            case Call(aten.div | aten.divide | aten.true_divide | aten.div_, {"self": scores, "other": divisor}):
-                is_rounded = call.arguments.get("rounding_mode") is not None
-                is_number = isinstance(divisor, int | float) and divisor != 0
-                factor = 1 / divisor if is_number and not is_rounded else None
+            case Call(aten.mul, {"self": scores, "other": factor}):
+                pass
             case Call(operator, {"self": scores}) if operator in CONVERSIONS:
                 factor = 1
-            case Call(aten.add | aten.add_ | aten.sub | aten.sub_, {"self": scores, "other": 0 | 0.0}):
+            case Call(aten.add, {"self": scores, "other": 0 | 0.0}):
                 factor = 1  # nothing is added where a model has no term of relative positions
             case _:
                 return value
@@ -354,7 +335,7 @@ def _are_scores(value: Value, operators: Operators) -> bool:
     if _is_product(value, operators):
         return True
     match operators.does(regrouped(value, Chain(), operators)):
-        case Call(aten.add | aten.add_, {"self": Value() as first, "other": Value() as second, "alpha": 1}):
+        case Call(aten.add, {"self": Value() as first, "other": Value() as second, "alpha": 1}):
             return _is_product(first, operators) or _is_product(second, operators)
     return False
 
@@ -377,7 +358,7 @@ def _multiplied(value: Value, chain: Chain, output: fx.Node, operators: Operator
     behind = dataclasses.replace(chain, links=[])
     product = _scaled(value, behind, operators)
     for scores, factors in _factors_of(product, operators):
-        is_known = factors.step != FOUND and not Gradients(output, operators).reach(factors)
+        is_known = factors.step != UNTRACKED and not Gradients(output, operators).reach(factors)
         if is_known and _is_capped(scores, operators):
             chain.links += [*behind.links, product]
             chain.scale, chain.factors = behind.scale, factors
@@ -388,48 +369,20 @@ def _multiplied(value: Value, chain: Chain, output: fx.Node, operators: Operator
 def _factors_of(value: Value, operators: Operators) -> list[tuple[Value, Value]]:
     """The scores and the tensor that they may be multiplied by in ``value``, either way round."""
     match operators.does(value):
-        case Call(aten.mul | aten.mul_ as times, {"self": Value() as first, "other": Value() as second}):
-            pairs = [(first, second), (second, first)][: 2 if times is aten.mul else 1]
+        case Call(aten.mul, {"self": Value() as first, "other": Value() as second}) as times:
+            pairs = [(first, second), (second, first)][: 1 if times.written else 2]
             return pairs if all(operators.is_tensor(each) for each in (first, second)) else []
     return []
 
 
-def _left_over(node: fx.Node, operators: Operators) -> dict[fx.Node, None]:
-    """``node`` and all that is made of it, if nothing needs it, as bodies have it: a view of which a model has read the
-    sizes, the indices of a maximum. Empty: something does, or it is more than is looked at."""
-    found, waiting = {node: None}, [node]
-    while waiting:
-        effects = operators.numbering.effects.get(waiting[-1])
-        if effects is None or effects.kind is not EffectKind.PURE or len(found) > _MOST_LEFT_OVER:
-            return {}
-        further = [user for user in waiting.pop().users if user not in found]
-        found |= dict.fromkeys(further)
-        waiting += further
-    return found
-
-
 def _used_here_alone(links: list[fx.Node], scores: Value, output: fx.Node, operators: Operators) -> tuple[fx.Node, ...]:
-    """The nodes of a chain from ``scores`` on, with those that stand for the same values, last first.
+    def reads_sizes(user: fx.Node, node: fx.Node) -> bool:
+        return _reads_sizes_alone(user, node, scores, operators)
 
-    Raises:
-        NotAttention: something else uses them.
-    """
-    inside = dict.fromkeys(links)
-    values = {operators.value(node) for node in links}
-    waiting = list(inside)
-    while waiting:
-        node = waiting.pop()
-        for user in node.users:
-            if user is output or user in inside or _reads_sizes_alone(user, node, scores, operators):
-                continue
-            if left_over := _left_over(user, operators):
-                inside |= left_over
-                continue
-            if not user.op.startswith("call_") or operators.value(user) not in values:
-                raise NotAttention("the attention weights or scores are used elsewhere too")
-            inside[user] = None
-            waiting.append(user)
-    return tuple(node for node in reversed(output.graph.nodes) if node in inside)
+    found = nodes_used_alone(links, output, operators, reads_sizes)
+    if isinstance(found, fx.Node):
+        raise NotAttention("the attention weights or scores are used elsewhere too")
+    return found
 
 
 def _reads_sizes_alone(user: fx.Node, node: fx.Node, scores: Value, operators: Operators) -> bool:
@@ -442,9 +395,9 @@ def _reads_sizes_alone(user: fx.Node, node: fx.Node, scores: Value, operators: O
     shape = operators.meta(operators.value(node)).shape
     if len(shape) != 4 or shape[-2:] != operators.meta(scores).shape[-2:]:
         return False
-    match operators.does(operators.value(user)):
-        case Call(aten.expand_as, {"other": Value() as other}):
-            return operators.node_of(other) is node
+    match operators.calls(user):
+        case [Call(aten.expand, {"self": Value() as source})]:
+            return source != operators.value(node)
     return False
 
 

@@ -9,8 +9,9 @@ import torch
 from torch import fx
 
 from glue_compiler.fx import bodies
-from glue_compiler.graph_pass import GraphPass, Numerics, PassContext, PassResult, Skip
 from glue_compiler.passes.sum_embedding_grads.read import Embedding, find_embeddings
+from glue_compiler.pipeline.graph_pass import GraphPass, PassContext, PassResult
+from glue_compiler.pipeline.results import Numerics, Skip
 
 
 class SumEmbeddingGrads(GraphPass):

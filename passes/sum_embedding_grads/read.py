@@ -11,8 +11,8 @@ from glue_compiler.fx.effects import EffectAnalysis
 from glue_compiler.fx.operators import given_as
 from glue_compiler.fx.records import RecordedOperator
 from glue_compiler.fx.values import is_plain, value_of
-from glue_compiler.graph_pass import Skip
 from glue_compiler.ops import embedding as embeddings
+from glue_compiler.pipeline.results import Skip
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 from benchmarks.compile_time_rows import ROWS
 from benchmarks.curves_svg import Curve, Panel, draw
 from benchmarks.end_to_end_rows import Size
-from glue_compiler.testing import compile_and_keep
+from tests.captured import compile_and_keep
 
 
 def test_separate_experts_are_those_of_qwen3_30b():

@@ -28,26 +28,41 @@ def run(tmp_path):
 
 def test_each_row_has_a_table_of_what_was_measured_or_why_not(run):
     lines = page([run]).splitlines()
-    assert "`python -m benchmarks.end_to_end`" in lines
-    assert "a card, torch 2.11.0, flash-attn-4 4.0, 2026-01-02." in lines
-    assert "| | step ms | tokens/s | graphs | GiB |" in lines
-    assert "| inductor | 100 | 163840 | 2 | 4 |" in lines
-    assert "| fa2 | ImportError: no a/b here |  |  |  |" in lines
-    assert [line for line in lines if line.startswith("## ")] == ["## one", "## two"]
+    assert "`python -m benchmarks.end_to_end` (a card, torch 2.11.0, 2026-01-02)" in lines
+    assert "- 2026-01-02: flash-attn-4 4.0" in lines
+    assert "| | step ms | tokens/s | GiB |" in lines
+    assert "| inductor | 100 | 163840 | 4 |" in lines
+    assert "| fa2 | ImportError: no a/b here |  |  |" in lines
+    assert [line for line in lines if line.startswith("## ")] == ["## one", "## two", "## Packages"]
 
 
 def test_a_row_in_which_nothing_could_be_measured_has_a_table_too(run):
     alone = Run(run.date, run.device, run.torch, run.command, (run.results[2],))
     lines = page([alone]).splitlines()
-    assert lines[-3:] == ["| | step ms |", "|---|---|", "| fa2 | ImportError: no a/b here |"]
+    place = lines.index("| | step ms |")
+    assert lines[place + 2] == "| fa2 | ImportError: no a/b here |"
 
 
 def test_the_last_run_that_compares_comes_first(run):
     later = tuple({**result, "fixed_ms": 40.0, "varying_us": 6.0} for result in run.results[:2])
-    runs = [run, Run("2026-02-03", run.device, run.torch, run.command, later)]
-    lines = page(runs).splitlines()
+    lines = page([run, Run("2026-02-03", run.device, run.torch, run.command, later)]).splitlines()
     assert "| one | **40**, 4 | inductor 40, 4 | 6 for 6 | inductor 4 | 2026-02-03 |" in lines
-    assert [line[-11:] for line in lines if line.startswith("a card")] == ["2026-02-03.", "2026-01-02."]
+
+
+def test_an_older_run_is_shown_for_what_no_later_one_measured(run):
+    only_glue = Run("2026-02-03", run.device, run.torch, "later", run.results[:1])
+    text = page([run, only_glue])
+    assert text.index("`later`") < text.index("`python -m benchmarks.end_to_end`")
+    assert "| inductor |" in text
+    both = Run("2026-02-03", run.device, run.torch, "later", run.results[:2])
+    assert "| one | **50**" in page([run, both])
+    assert "2026-01-02)" not in page([run, both]).split("## two")[0]
+
+
+def test_a_peer_that_is_ahead_is_named(run):
+    assert "nowhere." in page([run])
+    slower = tuple({**result, "peak_gib": gib} for result, gib in zip(run.results[:2], (5.0, 4.0), strict=True))
+    assert "| one | GiB | inductor 4 | glue 5 |" in page([Run(run.date, run.device, run.torch, run.command, slower)])
 
 
 def test_the_plot_has_rows_in_which_something_is_compared(run):

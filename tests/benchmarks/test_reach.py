@@ -79,6 +79,7 @@ def test_the_page():
     found = [
         Result(Case("llama", "causal").name, "right", attentions={"mask": 2}, rewrites={"packed": 2}),
         Result(Case("opt", "causal").name, "right", attentions={"without": 1}),
+        Result(Case("mpt", "causal").name, "right", attentions={"without": 1}),
         Result(
             Case("doge", "causal").name,
             "right",
@@ -86,14 +87,17 @@ def test_the_page():
             skips=[("specialize_attention", "the mask 'attn_3' has a gradient", 1)],
         ),
         Result(Case("bloom", "causal").name, "not taken"),
+        Result(Case("blip", "causal").name, "not built", "its forward needs more than text: pixel_values"),
         Result(Case("phimoe", "causal").name, "failed", "KeyError: 3"),
     ]
     text = page({result.case: result for result in found})
-    assert "| causal | 4 of " in text
-    assert "| 2 of 3 |" in text  # opt has nothing to specialise, doge keeps its mask
+    assert "| causal | 6 of " in text
+    assert "| 3 of 4 |" in text  # opt and mpt have nothing to specialise, doge keeps its mask
+    assert "| mpt, opt | causal | without mask |" in text  # families with the same cells share a line
     assert "| 1 | the mask … has a gradient | doge |" in text
-    assert "| `llama` | causal | 2 packed |" in text
+    assert "| llama | causal | packed |" in text
     assert "| phimoe | packed | KeyError: 3 |" in text
+    assert "| not built: its forward needs more than text: pixel_values | blip |" in text
     assert "bloom" not in text
 
 

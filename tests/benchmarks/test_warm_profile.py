@@ -10,7 +10,7 @@ import torch
 
 import glue_compiler
 from benchmarks.warm_profile import PARTS, parts_of
-from glue_compiler.pipeline import Pipeline
+from glue_compiler.pipeline.run import Pipeline
 
 ROOTS = [Path(torch.__file__).parent, Path(glue_compiler.__file__).parent]
 

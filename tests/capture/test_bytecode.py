@@ -2,13 +2,13 @@
 
 import pytest
 
-from glue_compiler import compat
 from glue_compiler.capture import bytecode
 from glue_compiler.capture.list_growth import growth_of
+from glue_compiler.compat import dynamo_frames
 
 
 def instructions_of(function):
-    return compat.instructions_of(function.__code__)
+    return dynamo_frames.instructions_of(function.__code__)
 
 
 def spans_of(function, condition):

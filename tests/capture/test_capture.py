@@ -7,6 +7,7 @@ import torch
 
 from glue_compiler.backend import GlueBackend
 from glue_compiler.capture import FLAGS
+from glue_compiler.errors import GlueSizeError, first_line
 from glue_compiler.report.session import Session
 from tests.captured import compile_with_glue, count
 
@@ -198,3 +199,46 @@ def test_compiling_for_the_cpu_initializes_no_other_device(monkeypatch):
     compiled = torch.compile(branches_on_flags, backend="glue", options=OPTIONS)
     torch.testing.assert_close(gradient(compiled), gradient(branches_on_flags))
     assert asked == []
+
+
+def branches_and_loops(x, flags):
+    for _ in range(2):
+        x = uses_item(x.tanh() if flags.any() else x * 2)
+    return x[x > 0].sum() * 2
+
+
+def breaks_of(backend, **kwargs):
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    args = torch.ones(3), torch.tensor([True])
+    compiled = torch.compile(branches_and_loops, backend=backend, **kwargs)
+    torch.testing.assert_close(compiled(*args), branches_and_loops(*args))
+    return dict(torch._dynamo.utils.counters["graph_break"]), graph_count()
+
+
+def test_without_capture_graphs_break_where_dynamo_breaks_them():
+    expected = breaks_of("aot_eager")
+    assert breaks_of("glue", options={**OPTIONS, "capture": False}) == expected
+    assert breaks_of("glue", options=OPTIONS) == ({}, 1) != expected
+
+
+def test_without_capture_nothing_observes_dynamo(monkeypatch):
+    seen = []
+    step = torch._dynamo.symbolic_convert.InstructionTranslatorBase.step
+
+    def look(gm, inputs, options, uuid):
+        seen.append(torch._dynamo.symbolic_convert.InstructionTranslatorBase.step)
+        return gm.forward
+
+    for capture in (False, True):
+        torch._dynamo.reset()
+        torch.compile(torch.sin, backend=GlueBackend(hand_off=look), options={"capture": capture})(torch.ones(3))
+    assert seen[0] is step
+    assert seen[1] is not step
+
+
+def test_errors_of_the_capture_name_the_option_on_a_line_of_its_own():
+    error = GlueSizeError("two sizes")
+    assert str(error).startswith("two sizes\n")
+    assert "options={'capture': False}" in str(error)
+    assert first_line(error) == "GlueSizeError: two sizes"

@@ -314,3 +314,27 @@ def test_a_custom_operator_may_ask_which_gradients_are_wanted(fn):
     if fn is scaled_beside:  # torch's own operators compute each gradient whatever others are wanted
         assert len(run.session.graphs) == 1
         assert not run.session.capture_events
+
+
+def scaled_by_a_frozen_weight(x: Tensor, weight: Tensor) -> Any:
+    y = x * 2
+    y.requires_grad_(True)
+    return (scale(y, weight.detach()) + y * weight).sum(), None
+
+
+def scaled_by_a_frozen_weight_in_a_checkpoint(x: Tensor, weight: Tensor) -> Any:
+    y = x * 2
+    y.requires_grad_(True)
+    return (checkpoint(scale, y, weight.detach(), use_reentrant=False) + y * weight).sum(), None
+
+
+@pytest.mark.parametrize(
+    "fn", [scaled_by_a_frozen_weight, scaled_by_a_frozen_weight_in_a_checkpoint], ids=lambda fn: fn.__name__
+)
+def test_a_custom_operator_that_gives_no_other_gradient_is_left_in_the_graph(fn):
+    run = compile_with_glue(fn, fullgraph=False)
+    (expected, (_, expected_gradient)), (actual, (_, gradient)) = seen_after(fn), seen_after(run.call)
+    assert actual == expected
+    torch.testing.assert_close(gradient, expected_gradient)
+    assert len(run.session.graphs) == 1
+    assert not run.session.capture_events

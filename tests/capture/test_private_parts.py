@@ -1,6 +1,5 @@
 """A torch whose private parts have moved: the feature that needs them is off, with one warning, and models train."""
 
-import dataclasses
 import warnings
 
 import pytest
@@ -8,7 +7,6 @@ import torch
 import torch.nn.functional as F
 
 import glue_compiler
-from glue_compiler import compat, graph_file, handoff
 from glue_compiler.compat import (
     bisector,
     branch_guards,
@@ -16,16 +14,18 @@ from glue_compiler.compat import (
     dynamo_tracing,
     features,
     inductor,
-    partition,
-    step_records,
+    layer_calls,
     tracing,
 )
 from glue_compiler.compat.parts import ANY, Feature, Uses
-from glue_compiler.errors import GlueGraphFileError, GlueWarning
+from glue_compiler.errors import GlueWarning
+from glue_compiler.handoff import hand_off
 from glue_compiler.options import parse_options
+from tests.slow import one_in
 
 USED = (
-    *features.of_training(),
+    features.REWRITES,
+    *features.PASSES.values(),
     branch_guards.BRANCHES,
     bisector.BISECTOR,
     dynamo_tracing.TRACING,
@@ -33,12 +33,11 @@ USED = (
     tracing.TRACE,
 )
 TOOLS = (
-    features.SAVED_GRAPHS,
     features.OFFLOAD_CONTEXT,
     features.LOOKS,
     inductor.OPTIONS,
     inductor.HAND_OFF,
-    step_records.STEP_RECORDS,
+    layer_calls.REGIONS,
 )
 ALL = (*USED, *TOOLS, dynamo.FRAMES)
 RENAMED = [(feature, path) for feature in ALL for path in feature.parts]
@@ -107,7 +106,7 @@ def rename(feature, path, monkeypatch):
     monkeypatch.setattr(feature, "parts", moved)
 
 
-@pytest.mark.parametrize("feature", USED, ids=lambda feature: feature.name)
+@pytest.mark.parametrize("feature", one_in(4, USED), ids=lambda feature: feature.name)
 def test_models_train_without_a_feature(feature, asked_again, monkeypatch):
     path = next(iter(feature.parts))
     rename(feature, path, monkeypatch)
@@ -132,16 +131,6 @@ def test_models_train_without_a_feature(feature, asked_again, monkeypatch):
 @pytest.fixture
 def without(asked_again, monkeypatch):
     return lambda feature: rename(feature, next(iter(feature.parts)), monkeypatch)
-
-
-def test_no_graph_is_saved_without_what_knows_its_symbols(without, tmp_path):
-    without(features.SAVED_GRAPHS)
-    gm = torch.fx.symbolic_trace(torch.nn.ReLU())
-    with pytest.warns(GlueWarning, match="is off"), pytest.raises(GlueGraphFileError, match="is off"):
-        graph_file.save(gm, tmp_path / "graph.json")
-    assert not (tmp_path / "graph.json").exists()
-    with pytest.raises(GlueGraphFileError, match="is off"):
-        graph_file.load(tmp_path / "graph.json")
 
 
 def test_checkpoints_stay_on_the_device_without_what_tells_who_saves(without):
@@ -173,20 +162,8 @@ def test_the_graph_goes_where_torch_sends_one_without_the_way_to_inductor(withou
     monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda name: lambda gm, inputs: asked.append(name) or gm)
     gm = torch.fx.symbolic_trace(torch.nn.ReLU())
     with pytest.warns(GlueWarning, match="way to Inductor"):
-        assert handoff.hand_off(gm, [torch.ones(1)], parse_options({}, None, [], environment={}), None) is gm
+        assert hand_off.hand_off(gm, [torch.ones(1)], parse_options({}, None, [], environment={}), None) is gm
     assert asked == ["inductor"]
-
-
-def test_a_step_that_is_shown_is_not_cached_without_records_beside_the_entry(without, monkeypatch):
-    without(step_records.STEP_RECORDS)
-    options, edit = parse_options({}, None, [], environment={}), partition.Edit(lambda *_: None)
-    gm = torch.fx.symbolic_trace(torch.nn.ReLU())
-    patches = []
-    monkeypatch.setattr(compat, "compile_with_inductor", lambda gm, inputs, patch: patches.append(patch))
-    handoff.hand_off(gm, [torch.ones(1)], options, b"key", edit)
-    with pytest.warns(GlueWarning, match="record of a training step .* is off"):
-        handoff.hand_off(gm, [torch.ones(1)], options, b"key", dataclasses.replace(edit, memory=object()))
-    assert [patch["custom_partitioner_fn"].uuid() for patch in patches] == [b"key", None]
 
 
 @pytest.mark.parametrize("path", dynamo.FRAMES.parts)

@@ -239,6 +239,18 @@ def test_what_eager_asks_for_too_needs_no_guard(program, numbers, monkeypatch):
         run.call(torch.tensor([5, 5]), x)
 
 
+def test_a_ragged_size_beside_them_is_left_aside():
+    def fn(n, x, nested):
+        return differences(n, x), nested.sin()
+
+    run = compile_with_glue(fn, fullgraph=False, dynamic=True)
+    nested = torch.nested.nested_tensor([torch.ones(3, 8), torch.ones(1, 8)], layout=torch.jagged)
+    n, x = torch.tensor([3, 1]), torch.arange(1.0, 4.0, dtype=torch.float64)
+    torch.testing.assert_close(run.call(n, x, nested)[0], differences(n, x))
+    assert len(run.graphs) == 1
+    assert run.session.capture_events == []
+
+
 @versions.SWITCHED_INFERENCE_MODE.mark
 def test_modes_that_the_code_switches_are_not_switched_to_see():
     def fn(n, x):

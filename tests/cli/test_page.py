@@ -13,7 +13,6 @@ pytest.importorskip("typer")
 
 from glue_compiler.report.page import render_page
 from glue_compiler.report.page_data import page_data
-from glue_compiler.report.predicted_step import Rates
 from glue_compiler.report.recorded import read_folder
 from tests.passes.overlap_offload.models import Blocks, step
 
@@ -49,7 +48,7 @@ def page_file(tmp_path_factory):
         step(torch.compile(model, backend="glue", options=options), model, torch.randn(4, 8), torch.arange(4) % 2)
         torch._dynamo.reset()
     target = folder / "view.html"
-    target.write_text(render_page(page_data(read_folder(folder), Rates(1e6, 1e3))), encoding="utf-8")
+    target.write_text(render_page(page_data(read_folder(folder))), encoding="utf-8")
     return target
 
 
@@ -193,14 +192,6 @@ def test_the_streams_of_checkpoint_offload_lead_to_their_nodes(page):
     assert "offload_start" in selected(page)
 
 
-def test_the_streams_in_time_show_where_compute_waits(page):
-    page.click("nav button:has-text('overlap_offload')")
-    page.click("#tab-predicted")
-    assert "Predicted at 1e-06 TFLOP/s" in page.inner_text("#panel")
-    assert page.locator('rect[aria-label^="copy to host"]').count() == 3
-    assert page.locator("rect.waits").count() > 0
-
-
 def test_the_keys_are_told(page):
     page.keyboard.press("?")
     assert page.locator("#help").is_visible()
@@ -213,49 +204,3 @@ def test_the_address_keeps_the_place(page, page_file):
     page.reload()
     page.wait_for_selector("body[data-ready]")
     assert current(page) == "overlap_offload"
-
-
-@pytest.fixture(scope="module")
-def planned_page(tmp_path_factory):
-    """Of a step with a plan that keeps some values and computes others again."""
-    folder = tmp_path_factory.mktemp("planned")
-    options = {"compiler": "aot_eager", "dump": str(folder), "passes": {"plan_memory": True}}
-    with pytest.MonkeyPatch.context() as patch:
-        for name in [name for name in os.environ if name.startswith("GLUE_")]:
-            patch.delenv(name)
-        torch._dynamo.reset()
-        model, x = Blocks(4), torch.randn(64, 8)
-        step(torch.compile(model, backend="glue", options={**options, "memory_budget": 40_000}), model, x)
-        torch._dynamo.reset()
-    return folder
-
-
-def planned_pass(folder):
-    (found,) = [p for graph in page_data(read_folder(folder))["graphs"] for p in graph["passes"] if p["memory"]]
-    return found
-
-
-def test_the_data_of_the_page_has_the_plan(planned_page):
-    found = planned_pass(planned_page)
-    assert found["name"] == "plan_memory"
-    assert found["memory"]["budget"] == 40_000
-    assert found["counts"]["peak"] <= 40_000
-    assert found["diff"] == []  # marks change no node
-    assert sum(segment["recomputed"] for segment in found["memory"]["segments"]) == found["counts"]["recomputed"]
-
-
-def test_the_plan_is_drawn_with_its_budget(planned_page, browser):
-    target = planned_page / "view.html"
-    target.write_text(render_page(page_data(read_folder(planned_page))), encoding="utf-8")
-    page = browser.new_page()
-    page.goto(target.as_uri())
-    page.click("nav button:has-text('plan_memory')")
-    assert page.get_attribute("#tab-memory", "aria-selected") == "true"
-    labels = page.eval_on_selector_all(
-        "#panel svg [aria-label]", "all => all.map(one => one.getAttribute('aria-label'))"
-    )
-    assert {"inputs", "kept", "moved", "recomputed", "other"} < set(labels)
-    assert any(label.startswith("budget ") for label in labels)
-    segments = planned_pass(planned_page)["memory"]["segments"]
-    assert page.locator("#panel tbody tr").count() == len(segments)
-    page.close()

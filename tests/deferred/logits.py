@@ -5,14 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from glue_compiler.deferred.head import Head, Step, Term
+from glue_compiler.deferred.head import Elementwise, Head, Term
 from glue_compiler.deferred.tensor import DeferredTensor, defer
 
 WORDS = 11
 
 PLAIN = Head((Term(),))
-CAPPED = Head((Term(has_bias=True),), (Step("divide", factor=3.0), Step("tanh"), Step("multiply", factor=3.0)))
-ADAPTED = Head((Term(), Term(scale=0.5)), (Step("multiply", factor=0.25),))
+CAPPED = Head(
+    (Term(has_bias=True),),
+    (Elementwise("divide", factor=3.0), Elementwise("tanh"), Elementwise("multiply", factor=3.0)),
+)
+ADAPTED = Head((Term(), Term(scale=0.5)), (Elementwise("multiply", factor=0.25),))
 
 
 class Operands:

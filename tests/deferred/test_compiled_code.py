@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional
 
 from tests.deferred.logits import CAPPED, WORDS, Operands, assert_same_gradients, is_deferred
+from tests.versions import WRITTEN_SUBCLASSES
 
 
 def _method(x):
@@ -124,18 +125,26 @@ def test_without_gradients():
     torch.testing.assert_close(compiled(operands.deferred()), _operator(operands.eager()))
 
 
-def test_a_write_in_compiled_code():
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_a_write_in_compiled_code(requires_grad, dynamic):
+    if requires_grad and dynamic:
+        WRITTEN_SUBCLASSES.skip()
+
     def write(x):
         x.mul_(2.0)
         return x.sum()
 
-    compiled = torch.compile(write, backend="aot_eager", fullgraph=True)
-    operands = Operands(CAPPED, requires_grad=False)
+    compiled = torch.compile(write, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    operands = Operands(CAPPED, requires_grad=requires_grad)
     logits, eager = operands.deferred(), operands.eager()
     row = logits[:, -1]
-    torch.testing.assert_close(compiled(logits), write(eager))
+    result, expected = compiled(logits), write(eager)
+    torch.testing.assert_close(result, expected)
     torch.testing.assert_close(logits + 0, eager)
     torch.testing.assert_close(row + 0, eager[:, -1])
+    if requires_grad:
+        assert_same_gradients(result + logits.tanh().sum(), expected + eager.tanh().sum(), operands)
 
 
 def test_reading_inside_a_break_of_compiled_code():
@@ -152,3 +161,49 @@ def test_reading_inside_a_break_of_compiled_code():
     result = step(torch.zeros((), dtype=torch.float64))
     torch.testing.assert_close(result, expected)
     assert_same_gradients(result, expected, operands)
+
+
+PARTS = {
+    "rows": lambda x: x[:, :-1],
+    "a row": lambda x: x[:, -1],
+    "flat": lambda x: x.view(-1, WORDS),
+    "transposed": lambda x: x.transpose(1, 2),
+    "some words": lambda x: x[..., :5],
+    "flattened": lambda x: x.flatten(),
+    "every other": lambda x: x[:, ::2],
+    "repeated": lambda x: x[None].expand(2, -1, -1, -1),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("was_read", [False, True])
+@pytest.mark.parametrize("has_history", [False, True])
+def test_a_view_of_them_goes_into_compiled_code(name, was_read, has_history):
+    operands = Operands(requires_grad=has_history)
+    logits, eager = operands.deferred(), operands.eager()
+    if was_read:
+        logits.argmax(-1)
+        logits.sum()
+    compiled = torch.compile(lambda x: x.square().cos(), backend="aot_eager")
+    result, expected = compiled(PARTS[name](logits)), PARTS[name](eager).square().cos()
+    torch.testing.assert_close(result, expected)
+    if has_history:
+        assert_same_gradients(result, expected, operands)
+
+
+def test_a_view_beside_what_it_looks_at():
+    logits, eager = Operands(requires_grad=False).deferred(), Operands(requires_grad=False).eager()
+    compiled = torch.compile(lambda part, whole: part.sum() * whole, backend="aot_eager")
+    torch.testing.assert_close(compiled(logits[:1], logits), eager[:1].sum() * eager)
+
+
+@pytest.mark.parametrize("of_part", [lambda x: x[:1], lambda x: x.detach(), lambda x: x.view(-1)])
+def test_compiled_code_that_writes_one_of_two_aliases_is_an_error_and_no_number(of_part):
+    logits = Operands(requires_grad=False).deferred()
+
+    def write(part, whole):
+        part.mul_(2.0)
+        return whole.sum()
+
+    with pytest.raises(Exception, match="tensor subclass"):
+        torch.compile(write, backend="aot_eager")(of_part(logits), logits)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from glue_compiler.deferred.head import Head, Step, Term
+from glue_compiler.deferred.head import Elementwise, Head, Term
 from glue_compiler.deferred.tensor import defer
 from glue_compiler.errors import GlueDeferredError
 from tests.deferred.logits import is_deferred
 
 pytestmark = pytest.mark.gpu
 
-HEAD = Head((Term(),), (Step("cast", dtype=torch.float32),))
+HEAD = Head((Term(),), (Elementwise("cast", dtype=torch.float32),))
 ROWS, WORDS, HIDDEN = 4096, 32_000, 256
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from glue_compiler.deferred.head import Head, Step, Term
+from glue_compiler.deferred.head import Elementwise, Head, Term
 from tests.deferred.logits import ADAPTED, CAPPED, PLAIN, Operands
 
 HEADS = {"plain": PLAIN, "capped": CAPPED, "adapted": ADAPTED}
@@ -55,7 +55,7 @@ def test_no_gradient_is_made_that_is_not_needed():
 
 
 def test_casts_go_where_the_graph_had_them():
-    head = Head((Term(dtype=torch.bfloat16),), (Step("cast", dtype=torch.float32),))
+    head = Head((Term(dtype=torch.bfloat16),), (Elementwise("cast", dtype=torch.float32),))
     operands = Operands(head, dtype=torch.float32)
     expected = (operands.rows[0].bfloat16() @ operands.weights[0].bfloat16().T).float()
     assert torch.equal(operands.eager(), expected)

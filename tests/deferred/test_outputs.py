@@ -12,7 +12,7 @@ import torch
 from torch._dynamo.backends.registry import lookup_backend
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from glue_compiler.deferred.head import Head, Step, Term
+from glue_compiler.deferred.head import Elementwise, Head, Term
 from glue_compiler.deferred.outputs import DeferredOutput, Operand, defer_outputs
 from glue_compiler.deferred.tensor import DeferredTensor
 from glue_compiler.errors import GlueDeferredError
@@ -272,7 +272,7 @@ def test_the_wrapper_holds_no_inputs_of_the_call():
 
 
 def test_making_one_is_quick():
-    head = Head((Term(dtype=torch.bfloat16),), (Step("cast", dtype=torch.float32),))
+    head = Head((Term(dtype=torch.bfloat16),), (Elementwise("cast", dtype=torch.float32),))
     rows = torch.randn(2, 512, 64, requires_grad=True)
     weight = torch.randn(1000, 64, requires_grad=True)
     output = DeferredOutput(0, head, (Operand("input", 0),), (Operand("input", 1),), (), keeps=1)

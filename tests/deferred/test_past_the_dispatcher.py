@@ -10,6 +10,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from glue_compiler.deferred.tensor import DeferredTensor
 from tests.deferred.logits import CAPPED, WORDS, Operands
@@ -115,6 +116,16 @@ def test_addresses_are_those_of_the_values():
     assert logits.data_ptr() != logits.clone().data_ptr()
 
 
+def test_memory_is_shared_with_other_processes():
+    logits, expected = _frozen()
+    row = logits[1]
+    assert not logits.is_shared()
+    assert logits.share_memory_() is logits
+    assert logits.is_shared()
+    assert row.is_shared()
+    assert torch.equal(logits + 0, expected + 0)
+
+
 def test_showing_it_shows_the_numbers():
     logits, expected = _frozen(lambda x: x[0])
     assert repr(logits) == repr(expected + 0)
@@ -162,3 +173,61 @@ def test_attributes_stay():
     logits.note = "mine"
     assert logits.note == "mine"
     assert isinstance(logits, DeferredTensor)
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_a_parameter_of_them_is_a_plain_one(requires_grad):
+    operands = Operands(CAPPED)
+    parameter = torch.nn.Parameter(operands.deferred().detach(), requires_grad)
+    assert type(parameter) is torch.nn.Parameter
+    assert parameter.is_leaf
+    assert parameter.requires_grad == requires_grad
+    assert torch.equal(parameter.detach(), operands.eager().detach())
+
+
+def test_a_parameter_shares_the_memory_of_what_it_was_made_from():
+    logits = Operands().deferred().detach()
+    parameter = torch.nn.Parameter(logits)
+    with torch.no_grad():
+        parameter.zero_()
+    assert not logits.any()
+
+
+def test_other_classes_of_tensors():
+    class Own(torch.Tensor):
+        pass
+
+    logits, expected = _frozen()
+    own = logits.as_subclass(Own)
+    assert type(own) is Own
+    assert torch.equal(own.as_subclass(torch.Tensor), expected)
+
+
+def test_fake_tensors_of_them():
+    logits, expected = _frozen()
+    mode = FakeTensorMode()
+    fake = mode.from_tensor(logits)
+    assert (fake.shape, fake.stride(), fake.dtype) == (expected.shape, expected.stride(), expected.dtype)
+    with mode:
+        assert (fake * 2).shape == expected.shape
+    assert torch.equal(logits, expected)  # has its numbers all the same
+
+
+def test_operators_under_a_fake_mode():
+    logits, expected = _frozen()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert (logits + 1).shape == expected.shape
+    assert torch.equal(logits, expected)
+    logits, _ = _frozen()
+    for x in (logits, expected):
+        with pytest.raises(Exception, match="Please convert all Tensors to FakeTensors first"), FakeTensorMode():
+            x + 1
+
+
+@pytest.mark.parametrize(
+    "call", [torch.utils.dlpack.to_dlpack, lambda x: torch.Tensor._make_subclass(torch.nn.Parameter, x)]
+)
+def test_what_torch_gives_no_word_in_is_an_error_and_no_number(call):
+    logits, _ = _frozen()
+    with pytest.raises(RuntimeError):
+        call(logits)

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from glue_compiler.compat import wrapper_tensors
 from glue_compiler.deferred import values
-from glue_compiler.deferred.head import Head, Step, Term
+from glue_compiler.deferred.head import Elementwise, Head, Term
 from glue_compiler.deferred.tensor import DeferredTensor, defer
 from tests.deferred.logits import ADAPTED, CAPPED, PLAIN, WORDS, Operands, assert_same_gradients, is_deferred
 
@@ -126,13 +126,14 @@ COMPUTES = {
 
 
 @pytest.mark.parametrize("name", COMPUTES)
-def test_everything_else_computes_a_plain_tensor(name):
+def test_everything_else_computes_the_values(name):
     operands = Operands(CAPPED)
     logits = operands.deferred()
     result, expected = COMPUTES[name](logits), COMPUTES[name](operands.eager())
-    assert type(result) is torch.Tensor
+    assert not is_deferred(result)
     assert (result.shape, result.stride(), result.dtype) == (expected.shape, expected.stride(), expected.dtype)
     torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
+    assert type(result + 0) is torch.Tensor
     assert result.requires_grad == expected.requires_grad
     if expected.requires_grad:
         assert_same_gradients(result, expected, operands)
@@ -400,7 +401,7 @@ def test_tensor_subclasses_as_weights_are_left_to_torch():
 
 
 def test_a_cast_that_the_head_has_is_in_its_dtype():
-    head = Head((Term(),), (Step("cast", dtype=torch.float32),))
+    head = Head((Term(),), (Elementwise("cast", dtype=torch.float32),))
     operands = Operands(head, dtype=torch.bfloat16)
     logits = operands.deferred()
     assert logits.dtype == torch.float32

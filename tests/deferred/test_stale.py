@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -24,29 +25,6 @@ def test_an_operand_that_was_written(role):
     with pytest.raises(GlueDeferredError, match=rf"a {word} .* has been written since.*\"logits\": \"kept\""):
         logits.sum()
     assert is_deferred(logits)
-
-
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        lambda p: torch.optim.SGD(p, lr=0.1),
-        lambda p: torch.optim.AdamW(p, foreach=True),
-        lambda p: torch.optim.AdamW(p, foreach=False),
-        lambda p: torch.optim.AdamW(p, fused=True),
-    ],
-    ids=["sgd", "foreach", "for", "fused"],
-)
-def test_a_step_of_the_optimizer(optimizer):
-    operands = Operands(dtype=torch.float32)
-    optimizer = optimizer(operands.weights)
-    logits = operands.deferred()
-    read = operands.deferred()
-    read.sum().backward()
-    values = read.detach() + 0
-    optimizer.step()
-    with pytest.raises(GlueDeferredError):
-        logits[:, -1].argmax(-1)
-    assert torch.equal(read.detach() + 0, values)  # was read before
 
 
 STALE = {
@@ -101,6 +79,60 @@ def test_a_weight_written_past_its_version_counter(dtype):
     operands.weights[0].data.mul_(1.5)
     with pytest.raises(GlueDeferredError, match="past its version counter"):
         logits.sum()
+
+
+def test_a_bias_written_past_its_version_counter():
+    operands = Operands(CAPPED)
+    logits = operands.deferred()
+    operands.biases[0].data.add_(0.5)
+    with pytest.raises(GlueDeferredError, match="a bias .* past its version counter"):
+        logits.sum()
+
+
+def test_hidden_states_that_numpy_refills():
+    features = np.ones((6, 8), dtype=np.float32)
+    logits = defer(PLAIN, [torch.from_numpy(features)], [torch.randn(WORDS, 8)])
+    features[:] = 2.0
+    with pytest.raises(GlueDeferredError, match="a hidden state .* past its version counter"):
+        logits.sum()
+
+
+def test_hidden_states_zeroed_through_data():
+    operands = Operands()
+    logits = operands.deferred()
+    operands.rows[0].data.zero_()
+    with pytest.raises(GlueDeferredError, match="a hidden state .* past its version counter"):
+        logits[:, -1].sum()
+
+
+STRIDED = {
+    "columns": lambda weight: weight[:, 3:11],
+    "every other row": lambda weight: weight[::2, :8],
+    "a row for all": lambda weight: weight[:1, :8].expand(WORDS, 8),
+    "columns, transposed": lambda weight: weight.t()[:WORDS, 4:12],
+}
+
+
+@pytest.mark.parametrize("name", STRIDED)
+@pytest.mark.parametrize("written", [False, True])
+def test_a_strided_weight_is_watched(name, written):
+    whole = torch.randn(2 * WORDS, 16, dtype=torch.float64)
+    weight, rows = STRIDED[name](whole), torch.randn(3, 8, dtype=torch.float64)
+    logits, expected = defer(PLAIN, [rows], [weight]), rows @ weight.t()
+    if not written:
+        torch.testing.assert_close(logits + 0, expected)
+        return
+    whole.data.mul_(1.5)
+    with pytest.raises(GlueDeferredError, match="past its version counter"):
+        logits.sum()
+
+
+def test_what_is_beside_a_strided_weight_may_be_written():
+    whole = torch.randn(WORDS, 16, dtype=torch.float64)
+    rows = torch.randn(3, 8, dtype=torch.float64)
+    logits, expected = defer(PLAIN, [rows], [whole[:, :8]]), rows @ whole[:, :8].t()
+    whole.data[:, 8:].zero_()
+    torch.testing.assert_close(logits + 0, expected)
 
 
 def test_a_weight_that_got_other_data():

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
+import numpy as np
 import pytest
 import torch
 
@@ -213,10 +217,32 @@ def test_other_shapes_in_place_are_an_error_that_says_so(reshape):
         reshape(Operands(lead=(3,), requires_grad=False).deferred())
 
 
-def test_other_data_is_an_error_that_says_so():
+@pytest.mark.parametrize("part", [lambda x: x, lambda x: x[:, 1], lambda x: x.view(-1, WORDS)[3:]])
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_another_tensor_that_is_set_to_them_shares_their_memory(part, requires_grad):
+    operands = Operands(CAPPED, requires_grad=requires_grad)
+    logits, eager = operands.deferred(), operands.eager()
+    others = [torch.zeros(3, dtype=torch.float64).set_(part(each.detach())) for each in (logits, eager)]
+    assert others[0].stride() == others[1].stride()
+    assert torch.equal(*others)
+    for other in others:
+        other.mul_(2.0)
+    assert torch.equal(logits.detach() + 0, eager.detach())
+    if requires_grad:
+        assert_same_gradients(logits, eager, operands)
+
+
+def test_a_tensor_takes_their_shape_and_not_their_numbers():
     logits = Operands(requires_grad=False).deferred()
-    with pytest.raises(GlueDeferredError, match="cannot be given other data"):
-        logits.data = Operands(CAPPED, requires_grad=False).deferred()
+    assert torch.ones(220, dtype=torch.float64).resize_as_(logits).eq(1.0).all()
+
+
+@pytest.mark.parametrize(
+    "source", [lambda: torch.zeros(3, dtype=torch.float64), lambda: Operands().deferred().detach()]
+)
+def test_they_are_not_set_to_another_tensor(source):
+    with pytest.raises(GlueDeferredError, match="shape of deferred logits in place"):
+        Operands(requires_grad=False).deferred().set_(source())
 
 
 @pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
@@ -235,3 +261,57 @@ def test_reads_leave_the_rows_alone():
     for tensor, copy in zip(operands.all, before, strict=True):
         assert torch.equal(tensor, copy)
     assert not is_deferred(logits)
+
+
+OTHER_DATA = {
+    "as large": lambda: torch.ones(2, 5, WORDS, dtype=torch.float64),
+    "smaller": lambda: torch.ones(3, dtype=torch.float64),
+    "a part of something": lambda: torch.arange(12.0, dtype=torch.float64).view(3, 4)[:, 1:3],
+}
+
+
+@pytest.mark.parametrize("name", OTHER_DATA)
+@pytest.mark.parametrize("is_computed", [False, True])
+def test_they_take_other_data(name, is_computed):
+    operands = Operands(CAPPED, requires_grad=False)
+    logits, eager = operands.deferred(), operands.eager()
+    views = logits[:, -1], eager[:, -1]
+    if is_computed:
+        logits.sum()
+    for each in (logits, eager):
+        each.data = OTHER_DATA[name]()
+        each.mul_(2.0)
+    assert torch.equal(*views)
+    assert (logits.shape, logits.stride()) == (eager.shape, eager.stride())
+    assert torch.equal(logits, eager)
+    assert np.array_equal(logits.numpy(), eager.numpy())
+
+
+def test_other_data_keeps_the_history():
+    operands = Operands()
+    for logits in (operands.deferred(), operands.eager()):
+        logits.data = torch.zeros_like(logits.data)
+        (gradient,) = torch.autograd.grad(logits.sum(), operands.weights)
+        torch.testing.assert_close(gradient, operands.rows[0].detach().sum((0, 1)).expand(WORDS, -1))
+
+
+def test_they_take_the_data_of_other_logits():
+    other = Operands(CAPPED, requires_grad=False)
+    logits = Operands(requires_grad=False).deferred()
+    logits.data = other.deferred()
+    assert torch.equal(logits, other.eager())
+
+
+@pytest.mark.parametrize("write", [lambda x: x.mul_(2.0), lambda x: x[0].zero_(), lambda x: x.clone().add_(1.0)])
+def test_a_write_keeps_nothing_alive(write):
+    logits = Operands(requires_grad=False).deferred()
+    write(logits)
+    memory = weakref.ref(logits._deferred.memory)
+    gc.collect()
+    gc.disable()
+    try:
+        write(logits)
+        del logits
+        assert memory() is None
+    finally:
+        gc.enable()

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from demo.packed_model import BEGIN, END, packed_batches, packed_qwen3, read_documents
-from demo.train_packed import main, report_losses, rewrites_table
+from demo.train_packed import main, plot, report_losses, rewrites_text, runs_table, worth
 from demo.training import Run, train
 from demo.varlen_attention import document_bounds, packed_attention
 
@@ -41,6 +41,16 @@ def test_labels_are_masked_at_document_starts_only():
         begins = batch["position_ids"] == 0
         assert bool((batch["labels"][begins] == -100).all())
         assert torch.equal(batch["labels"][~begins], batch["input_ids"][~begins])
+
+
+def test_prompts_are_no_part_of_the_loss():
+    (batch,) = packed_batches(1, tokens=40, documents=DOCUMENTS, prompt=0.5)
+    (whole,) = packed_batches(1, tokens=40, documents=DOCUMENTS)
+    assert torch.equal(batch["input_ids"], whole["input_ids"])
+    learned = (batch["labels"] >= 0).sum().item()
+    assert 0 < learned < (whole["labels"] >= 0).sum().item()
+    ends = torch.cat([(batch["position_ids"][0] == 0).nonzero().flatten()[1:] - 1, torch.tensor([39])])
+    assert bool((batch["labels"][0, ends[batch["position_ids"][0, ends] > 0]] >= 0).all())  # the end is learned
 
 
 def test_documents_are_packed_whole_but_for_the_last():
@@ -141,7 +151,7 @@ def test_lora_trains_adapters_and_vocabulary_only():
     assert any(".lora_" in name for name in trained)
 
 
-def test_glue_trains_like_eager_with_one_sync_a_step():
+def test_glue_trains_like_eager_and_finds_documents_once_a_step():
     batches = packed_batches(4, tokens=64, documents=DOCUMENTS)
     eager, glue = (
         train(packed_qwen3(layers=2, hidden=64), batches, backend, options)
@@ -150,7 +160,8 @@ def test_glue_trains_like_eager_with_one_sync_a_step():
     assert glue.max_loss_difference(eager) < 1e-4
     assert glue.graphs == 1
     assert (eager.nonzeros, eager.host_reads) == (4, 4)  # two layers, forward and recomputed
-    assert (glue.nonzeros, glue.host_reads) == (1, 1)
+    # The documents, and on a CPU the rows that count in the loss.
+    assert (glue.nonzeros, glue.host_reads) == (2, 2)
 
 
 def test_losses_that_differ_or_rise_fail_the_demo():
@@ -162,17 +173,61 @@ def test_losses_that_differ_or_rise_fail_the_demo():
     assert report_losses([Run("eager", losses=[1.0, 2.0])], console) == 1
 
 
-def test_the_table_of_rewrites_says_what_was_left_alone():
+def test_the_text_of_rewrites_says_what_was_left_alone():
     skip = {"reason": "needs a gradient", "node": "mul", "source": "model.py:3"}
-    done = {"name": "hoist_metadata", "stage": "captured", "changed": True, "counts": {"merged": 3}, "ms": 1.0}
+    done = {"name": "hoist_metadata", "stage": "captured", "changed": True, "counts": {"merged": 3}, "ms": 1000.0}
     graph = {"id": 0, "nodes_before": 9, "nodes_after": 6, "passes": [done | {"skips": [skip, skip]}]}
-    console = Console(width=200)
+    text = rewrites_text({"torch": "2.13.0", "graphs": [graph]})
+    for part in ("9 → 6", "hoist_metadata: merged 3 (1.0 s)", "left alone x2: needs a gradient"):
+        assert part in text
+
+
+RUNS = [
+    Run("eager", [3.0, 2.0], [0.5, 0.5]),
+    Run("inductor", [3.0, 2.0], [60.0, 0.4]),
+    Run("glue", [3.0, 2.0], [30.0, 0.2]),
+]
+
+
+def test_the_table_fits_eighty_columns_and_cuts_nothing():
+    console = Console(width=80)
     with console.capture() as captured:
-        console.print(rewrites_table({"torch": "2.13.0", "graphs": [graph]}))
-    for text in ("9 → 6", "merged 3", "2 times: needs a gradient"):
-        assert text in captured.get()
+        console.print(runs_table(RUNS))
+    text = captured.get()
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= 80
+    assert "first step, with its compile (s)" in text
 
 
-def test_the_command_runs_in_eager_mode(capsys):
-    assert main(["--steps", "12", "--layers", "1", "--hidden", "64", "--tokens", "128", "--backends", "eager"]) == 0
+def test_what_is_compiled_in_the_second_step_counts_until_the_hundredth():
+    assert Run("inductor", [], [50.0, 7.0, 1.0, 1.0, 1.0]).seconds_until(100) == 50 + 7 + 98
+
+
+def test_what_glue_is_worth_is_said_against_each_other():
+    runs = [Run(run.backend, run.losses, [run.step_seconds[0]] + 5 * [run.step_seconds[1]]) for run in RUNS]
+    assert worth(runs) == "glue takes 0.40 of eager's later steps; 0.50 of inductor's later steps, 0.50 of its first."
+    assert worth(runs[:1]) == ""
+
+
+def test_the_plot_has_a_curve_for_each_run():
+    assert [line.split(">")[1].split("<")[0] for line in plot(RUNS).splitlines() if "text" in line][-1] == "glue"
+    assert plot(RUNS).count("<polyline") == 3
+
+
+@pytest.mark.slow
+def test_a_loop_over_experts_is_one_graph_that_trains_like_eager():
+    batches = packed_batches(2, tokens=48, documents=DOCUMENTS)
+    eager, glue = (
+        train(packed_qwen3(1, False, False, hidden=64, experts=4), batches, backend, options)
+        for backend, options in (("eager", None), ("glue", {"compiler": "aot_eager"}))
+    )
+    assert glue.max_loss_difference(eager) < 1e-4
+    assert (glue.graphs, glue.graph_breaks, glue.nonzeros) == (1, 0, 2)
+    assert eager.nonzeros > 1
+
+
+def test_the_command_runs_in_eager_mode(capsys, tmp_path):
+    sizes = ["--steps", "12", "--layers", "1", "--hidden", "64", "--tokens", "128", "--vocabulary", "258"]
+    assert main([*sizes, "--backends", "eager", "--plot", str(tmp_path / "plot.svg")]) == 0
     assert "Losses fall" in capsys.readouterr().out
+    assert "<svg" in (tmp_path / "plot.svg").read_text()

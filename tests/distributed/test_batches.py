@@ -82,6 +82,7 @@ def folder_of_dumps(folder: str) -> str:
     return str(path.path) if path is not None else ""
 
 
+@pytest.mark.slow
 def test_ranks_of_a_job_without_a_launcher_dump_to_folders_of_their_own(two_ranks, tmp_path):
     """``RANK`` is a launcher's; a program may give torch the ranks by itself."""
     found = two_ranks.run(folder_of_dumps, str(tmp_path))

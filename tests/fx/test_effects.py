@@ -203,5 +203,5 @@ def test_attention_over_block_lists_computes_and_a_higher_order_operator_that_is
 
     assert kind() is Kind.OPAQUE
     torch._dynamo.reset()
-    monkeypatch.setattr("glue_compiler.fx.effects.computes_only", lambda operator: False)
+    monkeypatch.setattr("glue_compiler.fx.call_observer.computes_only", lambda operator: False)
     assert kind() is Kind.BARRIER

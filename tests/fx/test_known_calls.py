@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import fx
 
-from glue_compiler.compat import rename_unbacked
+from glue_compiler.compat.symbols import rename_unbacked
 from glue_compiler.fx import known_calls
 from glue_compiler.fx.effects import EffectAnalysis
 from glue_compiler.fx.known_calls import Arguments, KnownCall

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from glue_compiler.fx.effects import EffectAnalysis
-from glue_compiler.fx.operators import FOUND, Call, Operators, Value
+from glue_compiler.fx.operators import UNTRACKED, Call, Operators, Value
 from glue_compiler.fx.value_numbering import number_values
 from tests.captured import compile_with_glue
 
@@ -49,8 +49,46 @@ SPELLINGS = {
     ],
     "topk": [lambda x: torch.topk(x, 2, dim=0)[0], lambda x: torch.topk(x, k=2, axis=0)[0], lambda x: x.topk(2, 0)[0]],
     "dropout": [lambda x: torch.dropout(x, 0.5, train=True), lambda x: F.dropout(x, 0.5, True)],
-    "sub": [lambda x: torch.sub(x, x, alpha=2), lambda x: x.sub(x, alpha=2)],
+    "add": [
+        lambda x: torch.add(x, x, alpha=-2),
+        lambda x: torch.sub(x, x, alpha=2),
+        lambda x: x.subtract(x, alpha=2),
+        lambda x: torch.rsub(x, x, alpha=2),
+        lambda x: x.clone().sub_(x, alpha=2),
+    ],
+    "mul": [
+        lambda x: x * 0.25,
+        lambda x: 0.25 * x,
+        lambda x: x / 4,
+        lambda x: torch.true_divide(x, 4.0),
+        lambda x: x.div_(4),
+    ],
     "sum": [lambda x: x.sum(axis=0, keepdims=True), lambda x: torch.sum(x, (0,), True)],
+    "gt": [
+        lambda x: x > 3,
+        lambda x: 3 < x,  # noqa: SIM300
+        lambda x: torch.greater(x, 3),
+    ],
+    "permute": [
+        lambda x: x.t(),
+        lambda x: x.movedim(0, 1),
+        lambda x: torch.moveaxis(x, 1, 0),
+        lambda x: x.swapaxes(0, -1),
+        lambda x: x.swapdims(1, 0),
+        lambda x: x.transpose(-1, -2),
+        lambda x: x.permute(1, 0),
+    ],
+    "view": [
+        lambda x: x.reshape(12),
+        lambda x: x.flatten(),
+        lambda x: x.view(-1),
+        lambda x: x.contiguous().view_as(x.new_empty(12)),
+        lambda x: x.ravel(),
+    ],
+    "slice": [lambda x: x[:, 1:3], lambda x: x.narrow(1, 1, 2)],
+    "cat": [lambda x: torch.cat((x, x)), lambda x: torch.concat((x, x)), lambda x: torch.concatenate((x, x), axis=0)],
+    "matmul": [lambda x: x @ x.t(), lambda x: torch.mm(x, x.t()), lambda x: x.matmul(x.mT)],
+    "sort": [lambda x: x.sort().indices, lambda x: x.argsort(), lambda x: torch.argsort(x, dim=-1)],
 }
 
 
@@ -60,10 +98,51 @@ def test_every_spelling_is_one_call(name):
     for fn in SPELLINGS[name]:
         _, call = read(fn, X)
         assert call.operator is getattr(aten, name)
-        named = {key: "tensor" if isinstance(value, Value) else value for key, value in call.arguments.items()}
+        named = {
+            key: "tensor" if isinstance(value, Value) or key == "tensors" else value
+            for key, value in call.arguments.items()
+        }
         named.pop("inplace", None)
         calls.append(named)
     assert all(call == calls[0] for call in calls), calls
+
+
+@pytest.mark.parametrize(
+    "fill",
+    [
+        lambda x: x.masked_fill(x > 1, 0.0),
+        lambda x: torch.masked_fill(input=x, mask=x > 1, value=0.0),
+        lambda x: x.masked_fill_(x > 1, 0.0),
+        lambda x: torch.where(x > 1, 0.0, x),
+    ],
+)
+def test_what_is_filled_in_stands_first(fill):
+    operators, call = read(fill, X.clone())
+    assert call.operator is aten.where
+    assert call.arguments["self"] == 0.0
+    assert call.arguments["other"].node.op == "placeholder"
+    assert operators.does(call.arguments["condition"]).operator is aten.gt
+
+
+@pytest.mark.parametrize(
+    "flat", [lambda x: x[:, :-1].flatten(), lambda x: x[:, :-1].ravel(), lambda x: x[:, :-1].reshape(-1)]
+)
+def test_a_reshape_that_copies_is_a_reshape(flat):
+    operators, call = read(flat, X)
+    assert call.operator is aten.view
+    assert operators.does(call.arguments["self"]).operator is aten.slice
+
+
+def test_a_division_that_rounds_is_no_product():
+    _, call = read(lambda x: torch.div(x, 4, rounding_mode="floor"), X)
+    assert call.operator is aten.div
+
+
+def test_the_record_has_the_call_as_it_was():
+    _, call = read(lambda x: x.div_(3), X.clone())
+    assert (call.operator, call.arguments["other"]) == (aten.mul, 1 / 3)
+    assert (call.recorded.overload.overloadpacket, call.recorded.arguments["other"]) == (aten.div_, 3)
+    assert call.written == ("self",)
 
 
 def test_where_tells_its_operands_apart():
@@ -73,7 +152,7 @@ def test_where_tells_its_operands_apart():
     assert operators.does(call.arguments["condition"]).operator is aten.gt
 
 
-def test_a_subscript_is_the_operators_it_is_made_of():
+def test_a_subscript_is_the_operators_it_dispatches():
     operators, gm = captured(lambda x: x[:, None, 1:, 0], X.reshape(3, 2, 2))
     (value,) = returned(operators, gm)
     found = []
@@ -99,7 +178,7 @@ def test_casts_are_operators():
     operators, call = read(lambda x: x.half().double(), X)
     assert call.arguments["dtype"] is torch.float64
     inner = operators.does(call.arguments["self"])
-    assert (inner.operator, inner.arguments["dtype"]) == (aten.to, torch.float16)
+    assert (inner.operator, inner.arguments["dtype"]) == (aten._to_copy, torch.float16)
 
 
 def test_a_call_that_gives_its_operand_stands_for_it():
@@ -167,7 +246,7 @@ def test_an_operand_that_was_written_as_a_whole_is_what_wrote_it():
 
     operators, value = counted(fn)
     call = operators.does(value)
-    assert call.operator is aten.logical_not_
+    assert call.operator is aten.logical_not
     assert operators.does(call.arguments["self"]).operator is aten.clone
 
 
@@ -193,7 +272,7 @@ def test_what_wrote_an_operand_through_an_alias_without_its_gradient_is_not_the_
     operators, gm = captured(fn, torch.randn(3).requires_grad_(needs_gradient))
     nonzero = next(node for node in gm.graph.nodes if operators.calls(node) and _is(operators, node, aten.nonzero))
     value = operators.calls(nonzero)[0].arguments["self"]
-    assert (value.step != FOUND) == (is_followed or not needs_gradient)
+    assert (value.step != UNTRACKED) == (is_followed or not needs_gradient)
 
 
 @pytest.mark.parametrize(
@@ -214,7 +293,7 @@ def test_an_operand_that_was_written_in_part_is_not_known(write):
         return torch.nonzero(m)
 
     operators, value = counted(fn)
-    assert value.step == FOUND
+    assert value.step == UNTRACKED
     assert operators.does(value) is None
 
 
@@ -254,7 +333,7 @@ def test_a_barrier_may_write_what_it_is_given():
         return torch.nonzero(m)
 
     _, value = counted(fn)
-    assert value.step == FOUND
+    assert value.step == UNTRACKED
 
 
 def test_a_barrier_may_write_inputs_that_others_hold_too():
@@ -263,7 +342,7 @@ def test_a_barrier_may_write_inputs_that_others_hold_too():
         return torch.nonzero(m)
 
     _, value = counted(fn)
-    assert value.step == FOUND
+    assert value.step == UNTRACKED
 
 
 def test_a_barrier_cannot_write_what_it_never_saw():
@@ -284,7 +363,7 @@ def test_what_is_reshaped_in_place_is_not_readable():
         return found, m
 
     _, value = counted(fn)
-    assert value.step == FOUND
+    assert value.step == UNTRACKED
 
 
 def test_a_body_finds_what_its_caller_has_written():

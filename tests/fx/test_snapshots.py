@@ -2,7 +2,7 @@
 
 import torch
 
-from glue_compiler.compat import fake_tensor_type
+from glue_compiler.compat.symbols import fake_tensor_type
 from glue_compiler.fx.effects import EffectAnalysis
 from glue_compiler.fx.snapshots import Snapshot
 from glue_compiler.fx.value_numbering import number_values

@@ -92,6 +92,7 @@ def test_packed_and_unpacked_batches_are_one_graph_each(model):
     assert not run.session.capture_events
 
 
+@pytest.mark.slow
 def test_several_rows_ask_nothing(model):
     run = compile_with_glue(model)
     for positions in (ROW.repeat(2, 1), PACKED.repeat(2, 1)):

@@ -128,3 +128,15 @@ def counting(backend):
 def no_worse(device: str) -> float:
     """How much further from fp64 than eager a result in bf16 may be: cuBLAS adds up products of few rows otherwise."""
     return 1.02 if device == "cpu" else 1.1
+
+
+def products(run):
+    """Of each product the shapes of its operands."""
+    with torch.profiler.profile(record_shapes=True) as profile:
+        run()
+    factors = {"aten::mm": slice(2), "aten::addmm": slice(1, 3), "aten::addmm_": slice(1, 3)}
+    return [event.input_shapes[factors[event.name]] for event in profile.events() if event.name in factors]
+
+
+def multiplications(run):
+    return sum(left[0] * left[1] * right[1] for left, right in products(run))

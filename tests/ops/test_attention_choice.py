@@ -119,6 +119,14 @@ def test_what_flash_attention_4_does_not_serve_is_as_without_it(monkeypatch, cha
 
 
 @pytest.mark.usefixtures("with_flash4")
+@pytest.mark.parametrize("capability", [(10, 0), (12, 0)], ids=str)
+def test_flash_attention_4_is_taken_on_blackwell_for_heads_that_it_serves(capability):
+    for size, kernel in ((64, "flash4"), (128, "flash4"), (192, "flex"), (256, "flex")):
+        call = dataclasses.replace(HOPPER, capability=capability, head_size=size, value_size=size)
+        assert choose(call, "inductor") == kernel
+
+
+@pytest.mark.usefixtures("with_flash4")
 def test_deterministic_algorithms_do_without_flash_attention_4():
     torch.use_deterministic_algorithms(True)
     try:

@@ -85,6 +85,7 @@ def test_storage_that_has_moved_is_another_batch(memoized_double):
     assert memoized_double.computed == 2
 
 
+@pytest.mark.slow
 def test_memory_that_a_living_storage_has_given_up_is_another_batch(memoized_double):
     size = 64 * 2**20  # so large that the allocator gets it from the system, and again at the same place
     positions = torch.zeros(size, dtype=torch.int8)

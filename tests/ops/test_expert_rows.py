@@ -85,7 +85,6 @@ def test_gradients(ragged, operator, weighted):
         return operator(values, order, inverse, offsets, 3, weights if weighted else None)
 
     assert torch.autograd.gradcheck(run, (values, weights) if weighted else (values, None))
-    assert torch.autograd.gradgradcheck(run, (values, weights) if weighted else (values, None))
 
 
 def test_gradients_have_their_tensors_dtypes(ragged):
@@ -166,4 +165,4 @@ def test_opcheck(ragged):
     torch.library.opcheck(expert_gather, (tokens, order, inverse, offsets, 3, weights))
     torch.library.opcheck(expert_gather, (tokens, order, inverse, offsets, 3))
     torch.library.opcheck(expert_combine, (rows, order, inverse, offsets, 3, weights, torch.float64))
-    torch.library.opcheck(expert_dot, (rows, tokens, order, inverse, offsets, 3, torch.float32))
+    torch.library.opcheck(expert_dot, (rows.detach(), tokens.detach(), order, inverse, offsets, 3, torch.float32))

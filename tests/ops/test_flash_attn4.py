@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 
 import pytest
+import torch
 
 from glue_compiler.ops import flash_attn4, optional_package
 
@@ -64,3 +66,20 @@ def test_a_folder_that_cannot_be_made(seen, monkeypatch, tmp_path):
     (tmp_path / "kernels").write_text("a file")
     flash_attn4.unusable()
     assert seen == {ENABLED: None, FOLDER: None}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "implementation", "captures", "expected"),
+    [
+        (2048, "flash4", False, False),
+        (4096, "flash4", False, True),
+        (2048, "flash4", True, True),
+        (4096, "flash2", False, False),
+        (4096, "flash2", True, False),
+    ],
+)
+def test_a_small_step_does_not_wait_for_its_python(monkeypatch, tokens, implementation, captures, expected):
+    varlen = importlib.import_module("glue_compiler.ops.varlen_attention")
+    monkeypatch.setattr(varlen, "is_capturing", lambda: captures)
+    query = torch.empty(tokens, 32, 128, device="meta", dtype=torch.bfloat16)
+    assert varlen._is_worth_flash4(query, implementation) is expected

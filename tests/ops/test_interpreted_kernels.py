@@ -101,6 +101,20 @@ def test_products(routed, tiles, widths):
     close(grouped_product_triton.outer(grad, x, offsets, tiles), grouped_outer(grad, x, offsets))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("average", [8, 48, 130])
+def test_products_in_the_tiles_that_small_cards_get(average, dtype):
+    """Those that are chosen off cards with a tensor memory accelerator."""
+    offsets = torch.tensor([average - 5, average - 5, 3 * average], dtype=torch.int32)
+    x, weight = torch.randn(3 * average, 96).to(dtype), torch.randn(3, 136, 96).to(dtype)
+    grad = torch.randn(3 * average, 136).to(dtype)
+    near = {"rtol": 1e-2, "atol": 5e-2} if dtype == torch.float16 else {"rtol": 1e-4, "atol": 1e-4}
+    out = grouped_product_triton.linear(x, weight, offsets, None, False)
+    torch.testing.assert_close(out, grouped_linear(x, weight, offsets), **near)
+    outer = grouped_product_triton.outer(grad, x, offsets)
+    torch.testing.assert_close(outer, grouped_outer(grad, x, offsets), **near)
+
+
 @pytest.mark.parametrize("ends", [[3, 3, 9, 11], [0, 0], [25] * 5, [40]])
 @pytest.mark.parametrize("width", [1, 40, 1500])
 def test_bounds_of_groups_and_zeros_behind_them(monkeypatch, ends, width):

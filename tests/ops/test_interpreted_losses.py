@@ -155,6 +155,35 @@ def test_infinities_are_as_in_torch():
     close(entropy[[0, 3, 4]], torch.special.entr(leaf.softmax(1)).sum(1)[[0, 3, 4]])
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize(("scale", "softcap"), [(1.0, 0.0), (-0.5, 0.0), (0.1, 8.0)], ids=str)
+@pytest.mark.parametrize("width", [1, 130])
+def test_nan_reaches_gradients_from_ignored_rows_and_from_rows_without_weight(width, scale, softcap, smoothing):
+    logits, target = logits_of(width), torch.tensor([-100, -100, 0, 0, 0])
+    logits[[0, 2]] = float("nan")
+    logits[1, 1:2] = -float("inf")
+    weights = torch.tensor([0.0, 0.0, 0.0, 0.0, 1.0])
+    leaf = logits.double().requires_grad_()
+    expected = F.cross_entropy(scores_of(leaf, scale, softcap), target, reduction="none", label_smoothing=smoothing)
+    expected = expected * weights
+    (grad,) = torch.autograd.grad(expected.sum(), leaf)
+    spread = weights * smoothing / width if smoothing else None
+    losses = torch.empty(ROWS)
+    row_losses_triton.cross_entropy(
+        logits, target, weights * (1 - smoothing), spread, torch.ones(()), losses, None, scale, softcap, True, BLOCKS
+    )
+    torch.testing.assert_close(losses.double(), expected, rtol=2e-5, atol=2e-6, equal_nan=True)
+    torch.testing.assert_close(logits.double(), grad, rtol=2e-5, atol=2e-6, equal_nan=True)
+    assert losses.isnan().tolist() == [False, False, True, False, False]
+
+
+def test_a_picked_logit_gives_the_others_of_a_row_of_nan_no_gradient():
+    logits, target, one = logits_of(130), torch.randint(130, (ROWS,)), torch.ones(ROWS)
+    logits[1] = float("nan")
+    row_losses_triton.statistics_gradient(logits, target, None, one, one, None, None, 1.0, 0.0, BLOCKS)
+    assert torch.equal(logits, F.one_hot(target, 130).float())
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bit_rows(dtype):
     logits, target = logits_of(130).to(dtype), torch.randint(130, (ROWS,))
@@ -199,6 +228,23 @@ def test_linear_cross_entropy(kernels, head, how):
         assert relative_error(value, reference) < 3e-6
 
 
+@pytest.mark.parametrize("how", [{}, {"reduction": "sum", "smoothing": 0.1}, {"class_weight": True}], ids=str)
+def test_linear_cross_entropy_of_rows_of_nan(kernels, how):
+    head = Head.random(dtype=torch.float32)
+    with torch.no_grad():
+        head.rows[0][[3, 7]] = float("nan")  # one is ignored
+        head.target[7] = 5
+    if "class_weight" in how:
+        how = {"class_weight": torch.where(torch.arange(70) == 5, 0.0, 1.0)}
+    exact = head.to(torch.float64)
+    loss, expected = head.fused(torch.float32, **how)[0], exact.eager(torch.float64, **how)
+    assert loss.isnan()
+    assert expected.isnan()
+    for value, reference in zip(head.gradients(loss), exact.gradients(expected), strict=True):
+        if value is not None:
+            torch.testing.assert_close(value.double(), reference, rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("wants", [[True] * 5, [False, True, False, False, False], [False, False, False, True, False]])
 def test_linear_row_statistics(kernels, head, wants):
@@ -207,7 +253,7 @@ def test_linear_row_statistics(kernels, head, wants):
 
     def run(head):
         arguments = (head.rows, head.weights, head.bias, head.target, head.scale, head.softcap, head.rows[0].dtype)
-        results = glue.linear_row_statistics(*arguments, wants)
+        results = glue.linear_row_statistics(*arguments, wants, False)
         total = sum((result * torch.sin(torch.arange(len(result)))).sum() for result in results[:4])
         return results, head.gradients(total)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +11,18 @@ from torch.utils.checkpoint import checkpoint
 
 from glue_compiler.ops import loss_chunks
 from tests.ops.conftest import relative_error
-from tests.ops.linear_losses import HEADS, IGNORED, SMALL_CHUNKS, Head, counting, glue, no_worse, same
+from tests.ops.linear_losses import (
+    HEADS,
+    IGNORED,
+    SMALL_CHUNKS,
+    Head,
+    counting,
+    glue,
+    multiplications,
+    no_worse,
+    products,
+    same,
+)
 
 LOSSES = {
     "mean": {},
@@ -107,14 +120,51 @@ def test_all_rows_ignored_in_a_mean_that_is_taken_outside(device, chunks, in_for
     same(head.gradients(loss), head.gradients(expected))
 
 
-def test_an_ignored_row_gets_exact_zeros_whatever_it_holds(device, chunks):
-    head = Head.random(device)
+def with_row(number, value, target=None):
+    def change(head):
+        head.rows[0][number] = value
+        if target is not None:
+            head.target[number] = target
+
+    return change
+
+
+def no_other_target(head):
+    head.target[head.target != IGNORED] = NO_WEIGHT
+
+
+IGNORED_ROW, KEPT_ROW, NO_WEIGHT, NAN, INF = 3, 7, 5, float("nan"), float("inf")
+NOT_FINITE = {
+    "an ignored row of NaN": [with_row(IGNORED_ROW, NAN)],
+    "an ignored row of infinities": [with_row(IGNORED_ROW, INF)],
+    "an ignored row with one infinity": [with_row((IGNORED_ROW, 2), -INF)],
+    "a row of NaN": [with_row(KEPT_ROW, NAN)],
+    "a class of no weight": [with_row(KEPT_ROW, 1.0, NO_WEIGHT)],
+    "a row of NaN of no weight": [with_row(KEPT_ROW, NAN, NO_WEIGHT)],
+    "no target of any weight": [no_other_target],
+    "no target of any weight, and NaN": [no_other_target, with_row(IGNORED_ROW, NAN)],
+    "a class that is no candidate": [lambda head: head.bias[::7].fill_(-INF)],
+}
+
+
+@pytest.mark.parametrize("name", NOT_FINITE)
+@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize("head", ["with a bias", "scaled and capped"])
+@pytest.mark.parametrize("in_forward", [True, False], ids=["gradients in forward", "gradients in backward"])
+def test_what_is_not_finite_and_weights_of_zero_are_as_in_eager(device, chunks, head, kind, name, in_forward):
+    capped = {"scale": 0.2, "softcap": 5.0} if head == "scaled and capped" else {}
+    head, how = Head.random(device, bias=True, **capped), losses_of(kind, device)
+    if "class_weight" in how:
+        how["class_weight"][NO_WEIGHT] = 0
     with torch.no_grad():
-        head.rows[0][3] = float("inf")
-    gradient = head.gradients(head.fused(torch.float64)[0])[0]
-    assert (gradient[3:6] == 0).all()
-    assert not gradient.isnan().any()
-    assert (gradient[6] != 0).all()
+        for change in NOT_FINITE[name]:
+            change(head)
+    loss = head.fused(torch.float64, needs_grad=None if in_forward else [False] * 3, **how)[0]
+    expected = head.eager(torch.float64, **how)
+    same([loss], [expected])
+    for upstream in (1.0, NAN):
+        ours, theirs = (head.gradients(each, upstream, retain_graph=True) for each in (loss, expected))
+        same(ours, theirs)
 
 
 @pytest.mark.parametrize("rows", [0, 1])
@@ -150,23 +200,72 @@ def test_a_target_out_of_bounds_is_as_loud_as_in_torch(wrong):
     head.fused(torch.float64)
 
 
-def products(run):
-    with torch.profiler.profile() as profile:
-        run()
-    return sum(event.count for event in profile.key_averages() if event.key in ("aten::mm", "aten::addmm_"))
+def with_labels(rows, kept):
+    """A head of so many rows, of which every ``kept``-th counts."""
+    head = Head.random(rows=rows)
+    return dataclasses.replace(head, target=torch.where(torch.arange(rows) % kept == 0, 7, IGNORED))
+
+
+@pytest.mark.parametrize("in_forward", [True, False], ids=["gradients in forward", "gradients in backward"])
+def test_ignored_rows_cost_no_product(chunks, in_forward):
+    def step(kept):
+        head = with_labels(64, kept)
+        head.gradients(head.fused(torch.float64, needs_grad=None if in_forward else [False] * 3)[0])
+
+    every, second, fourth = (multiplications(lambda kept=kept: step(kept)) for kept in (1, 2, 4))
+    assert every == 64 * 70 * 12 * (3 if in_forward else 4)
+    assert (second, fourth) == (every // 2, every // 4)
+
+
+def test_predictions_of_ignored_rows_cost_their_logits_alone(chunks):
+    head = with_labels(64, 2)
+    assert multiplications(lambda: head.fused(torch.float64, predictions=True)) == 64 * 70 * 12 * 2
+    assert torch.equal(head.fused(torch.float64, predictions=True)[1], head.scores().argmax(1))
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize("ignored", [slice(1, None), slice(-1), slice(None), slice(0)], ids=str)
+def test_where_the_rows_that_count_stand(device, chunks, kind, ignored):
+    head, how = Head.random(device, bias=True), losses_of(kind, device)
+    head.target.clamp_(min=0)
+    head.target[ignored] = IGNORED
+    loss, predictions, _ = head.fused(torch.float64, predictions=True, **how)
+    expected = head.eager(torch.float64, **how)
+    same([loss], [expected])
+    same(head.gradients(loss, 3.0), head.gradients(expected, 3.0))
+    assert torch.equal(predictions, head.scores().argmax(1))
+
+
+NOT_FINITE_LOGITS = {
+    "a weight of NaN, and no row counts": lambda head: (head.weights[0][2].fill_(NAN), head.target.fill_(IGNORED)),
+    "a bias of infinity, and no row counts": lambda head: (head.bias[2].fill_(INF), head.target.fill_(IGNORED)),
+    "a row that overflows": lambda head: (head.rows[0][IGNORED_ROW].fill_(1e200), head.weights[0].mul_(1e150)),
+    "a row that the scale makes overflow": lambda head: head.rows[0][IGNORED_ROW].fill_(1e306),
+}
+
+
+@pytest.mark.parametrize("name", NOT_FINITE_LOGITS)
+def test_ignored_rows_whose_logits_are_not_finite_are_computed(chunks, name):
+    head = Head.random(bias=True, scale=1e3)
+    with torch.no_grad():
+        NOT_FINITE_LOGITS[name](head)
+    loss, expected = head.fused(torch.float64, reduction="sum")[0], head.eager(torch.float64, reduction="sum")
+    ours, theirs = head.gradients(loss), head.gradients(expected)
+    same([loss, *ours], [expected, *theirs])
+    assert theirs[1].isnan().any()
 
 
 def test_frozen_operands_get_no_gradient_and_cost_no_product():
     head = Head.random(widths=(12, 3))
-    assert products(lambda: head.fused(torch.float64)) == 2 + 4  # its logits, and two products for each term
+    assert len(products(lambda: head.fused(torch.float64))) == 2 + 4  # its logits, and two products for each term
     head.weights[0].requires_grad_(False)
     head.rows[1].requires_grad_(False)
-    assert products(lambda: head.fused(torch.float64)) == 2 + 2
+    assert len(products(lambda: head.fused(torch.float64))) == 2 + 2
     loss, _, gradients = head.fused(torch.float64)
     assert [gradient.shape for gradient in gradients] == [head.rows[0].shape, head.weights[1].shape]
     same(head.gradients(loss), head.gradients(head.eager(torch.float64)))
     with torch.no_grad():
-        assert products(lambda: head.fused(torch.float64, needs_grad=[False] * 5)) == 2
+        assert len(products(lambda: head.fused(torch.float64, needs_grad=[False] * 5))) == 2
 
 
 def test_what_forward_did_not_make_backward_makes(device, chunks):

@@ -65,7 +65,7 @@ def test_statistics_and_their_gradients(dtype, classes):
 
     def run(head):
         arguments = (head.rows, head.weights, head.bias, head.target, 1.0, 0.0, head.rows[0].dtype)
-        results = glue.linear_row_statistics(*arguments, ALL)
+        results = glue.linear_row_statistics(*arguments, ALL, False)
         total = sum((result * torch.sin(torch.arange(700, device="cuda"))).sum() for result in results[:4])
         return results, head.gradients(total)
 
@@ -87,7 +87,7 @@ def test_class_weights_with_smoothing_run_without_the_kernel():
 
 def step(head):
     loss = head.fused(torch.float32, predictions=True)[0]
-    found = glue.linear_row_statistics(head.rows, head.weights, None, head.target, 1.0, 0.0, torch.float32, ALL)
+    found = glue.linear_row_statistics(head.rows, head.weights, None, head.target, 1.0, 0.0, torch.float32, ALL, False)
     return [loss, *head.gradients(loss), *head.gradients(sum(each.sum() for each in found[:4]))]
 
 

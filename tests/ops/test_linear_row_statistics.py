@@ -21,9 +21,9 @@ def chunks(request, device, monkeypatch):
         monkeypatch.setitem(loss_chunks.LIMITS, device, SMALL_CHUNKS)
 
 
-def statistics(head, dtype, wants=ALL):
+def statistics(head, dtype, wants=ALL, skips_ignored=False):
     return glue.linear_row_statistics(
-        head.rows, head.weights, head.bias, head.target, head.scale, head.softcap, dtype, list(wants)
+        head.rows, head.weights, head.bias, head.target, head.scale, head.softcap, dtype, list(wants), skips_ignored
     )
 
 
@@ -121,10 +121,10 @@ def test_without_a_target(device, chunks):
     head = Head.random(device)
     wants = [True, False, True, True, True]
     arguments = (head.rows, head.weights, None, None, 1.0, 0.0, torch.float64)
-    found = glue.linear_row_statistics(*arguments, wants)
+    found = glue.linear_row_statistics(*arguments, wants, False)
     same(head.gradients(mixed(found, wants)), head.gradients(mixed(expected_of(head, torch.float64), wants)))
     with pytest.raises(ValueError, match="needs a target"):
-        glue.linear_row_statistics(*arguments, ALL)
+        glue.linear_row_statistics(*arguments, ALL, False)
 
 
 @pytest.mark.parametrize("rows", [0, 1])
@@ -163,7 +163,7 @@ def test_one_graph_serves_every_number_of_rows(device, monkeypatch):
     torch._dynamo.reset()
 
     def loss(rows, weight, target):
-        found = glue.linear_row_statistics([rows], [weight], None, target, 1.0, 0.0, torch.float64, ALL)
+        found = glue.linear_row_statistics([rows], [weight], None, target, 1.0, 0.0, torch.float64, ALL, False)
         return mixed(found, ALL), found[4]
 
     compiler, graphs = counting("aot_eager")
@@ -180,5 +180,34 @@ def test_one_graph_serves_every_number_of_rows(device, monkeypatch):
 def test_opcheck(device):
     head = Head.random(device, torch.float32, widths=(12, 3), bias=True)
     arguments = (head.rows, head.weights, head.bias, head.target, 0.5, 8.0, torch.float32)
-    torch.library.opcheck(glue.linear_row_statistics.default, (*arguments, ALL))
-    torch.library.opcheck(glue.linear_row_statistics.default, (*arguments, [False, True, False, False, False]))
+    torch.library.opcheck(glue.linear_row_statistics.default, (*arguments, ALL, True))
+    torch.library.opcheck(glue.linear_row_statistics.default, (*arguments, [False, True, False, False, False], False))
+
+
+@pytest.mark.parametrize("scale", [1.0, -0.3])
+def test_rows_that_nobody_reads_are_not_computed(device, chunks, scale):
+    head, wants = Head.random(device, bias=True, scale=scale), [True, True, True, False, False]
+    expected, count = expected_of(head, torch.float64), head.target >= 0
+
+    def total(values):
+        return sum((value * (index + 1)).masked_fill(~count, 0).sum() for index, value in enumerate(values[:3]))
+
+    found = statistics(head, torch.float64, wants, True)
+    for value, reference in zip(found[:3], expected, strict=False):
+        same([value[count]], [reference[count]])
+        if device == "cpu":
+            assert (value[~count] == 0).all()
+    same(head.gradients(total(found)), head.gradients(total(expected)))
+
+
+def test_of_rows_that_nobody_reads_the_gradient_is_nan_where_eagers_is(device, chunks):
+    head, wants = Head.random(device), [True, True, False, False, False]
+    with torch.no_grad():
+        head.rows[0][3] = float("nan")
+
+    def total(values):
+        return (values[0] - values[1]).masked_fill(head.target < 0, 0).sum()
+
+    gradients = head.gradients(total(statistics(head, torch.float64, wants, True)))
+    same(gradients, head.gradients(total(expected_of(head, torch.float64))))
+    assert gradients[1].isnan().all()

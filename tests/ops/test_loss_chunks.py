@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from glue_compiler.ops import loss_chunks
 from glue_compiler.ops.loss_chunks import LIMITS, row_chunks
 
 MIB = 2**20
@@ -40,3 +41,11 @@ def test_rows_are_one_chunk_where_several_would_need_more_for_their_sums():
     row_bytes = 2 * 201_088
     assert row_chunks(2048, row_bytes, CUDA, sums=2048 * row_bytes) == [slice(0, 2048)]
     assert len(row_chunks(2048, row_bytes, CUDA, sums=2048 * row_bytes - 1)) == 2
+
+
+@pytest.mark.parametrize(("gib", "least"), [(8, 8), (16, 6), (24, 4), (80, 4)])
+def test_chunks_follow_the_memory_of_a_card(monkeypatch, gib, least):
+    monkeypatch.setattr(loss_chunks, "size_of", lambda device: gib * 2**30)
+    chunks = row_chunks(8192, 2 * 151_936, CUDA)
+    assert len(chunks) == least
+    assert max(chunk.stop - chunk.start for chunk in chunks) * 2 * 151_936 <= gib * 2**30 / 20

@@ -33,6 +33,7 @@ def in_both_directions(function):
     return "".join(code)
 
 
+@pytest.mark.slow
 def test_neither_direction_calls_what_eager_calls():
     code = in_both_directions(torch.compile(sorted_rows, backend="glue", fullgraph=True))
     assert "glue_direct.expert_sort" in code

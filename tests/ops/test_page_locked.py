@@ -89,7 +89,7 @@ def test_the_device_copies_from_and_to_it():
 @pytest.mark.gpu
 def test_a_refusal_is_not_the_error_of_the_next_kernel():
     memory = page_locked(4096)
-    with pytest.raises(RuntimeError, match="cannot lock 4096 bytes"):
+    with pytest.raises(RuntimeError, match="cannot lock 4.00 KiB"):
         module.lock_pages(memory.data_ptr(), 4096)  # it is locked already
     assert torch.ones(3, device="cuda").sum().item() == 3
 
@@ -104,3 +104,14 @@ host = torch.ops.glue.offload_wait(torch.ops.glue.offload_start(x, None, -1), x,
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_a_copy_is_the_tensor_itself_where_the_system_refuses(monkeypatch):
+    """WSL refuses to pin much."""
+    host = torch.arange(4)
+
+    def refuse(tensor):
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", refuse)
+    assert module.locked_copy(host) is host

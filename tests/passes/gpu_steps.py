@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.end_to_end_rows import ROWS, Size
-from glue_compiler.testing import Capture, compile_and_keep
+from tests.captured import Run, compile_and_keep
 
 
 @dataclass
@@ -21,7 +21,7 @@ class Step:
     loss: Tensor
     gradients: dict[str, Tensor | None]
     peak: int
-    run: Capture | None
+    run: Run | None
 
     def counts(self, name: str) -> Counter[str]:
         """Of a pass, in all graphs together (peft's hook on the embedding breaks the graph behind it)."""
@@ -56,7 +56,7 @@ class Steps:
         self._step(self.workload.model, run.call, run)
         return self._step(self.workload.model, run.call, run)
 
-    def _step(self, model: Any, call: Any, run: Capture | None) -> Step:
+    def _step(self, model: Any, call: Any, run: Run | None) -> Step:
         torch.manual_seed(0)
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()

@@ -20,14 +20,13 @@ MIB = 2**20
 
 @dataclass
 class Device:
-    """``allocated`` bytes, the most that ever were, and failures to allocate."""
+    """``allocated`` bytes, and the most that ever were."""
 
     allocated: int = 0
     peak: int = 0
-    failures: int = 0
 
     def mark(self, device: torch.device) -> Held:
-        return Held(self.allocated, max(self.peak, self.allocated), self.failures)
+        return Held(self.allocated, max(self.peak, self.allocated))
 
 
 class Followed:

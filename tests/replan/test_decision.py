@@ -6,15 +6,14 @@ import dataclasses
 
 import pytest
 
-from glue_compiler.replan.correction import GUESSED_CALLS, Correction, guess
+from glue_compiler.options import Correction
+from glue_compiler.replan.correction import GUESSED_CALLS, guess
 from glue_compiler.replan.decision import (
     Asked,
     Predicted,
     StepFacts,
-    after_out_of_memory,
     correction_for,
     error_of,
-    is_about_to_miss,
 )
 from glue_compiler.replan.device_steps import DeviceSteps, Held
 
@@ -133,21 +132,9 @@ def test_who_has_most_of_what_is_on_the_device_is_alone(allocated, parameters, c
     assert guess(1280, allocated, parameters + 2, parameters, is_auto=True).taken == 0
 
 
-@pytest.mark.parametrize(("before", "misses"), [(4, False), (5, True)])
-def test_a_call_is_about_to_miss_the_budget_by_what_is_there_and_its_own_peak(before, misses):
-    assert is_about_to_miss(before * GIB, ASKED) == misses
-    assert not is_about_to_miss(before * GIB, dataclasses.replace(ASKED, predicted=None))
-
-
-def test_after_a_failure_the_least_is_taken():
-    found = after_out_of_memory(3)
-    assert (found.calls, found.is_least, found.is_measured) == (GUESSED_CALLS, True, True)
-    assert after_out_of_memory(500).calls == 500
-
-
 class Marks:
     def __init__(self):
-        self.held = Held(0, 0, 0)
+        self.held = Held(0, 0)
 
     def __call__(self):
         return self.held
@@ -156,20 +143,20 @@ class Marks:
 def test_a_step_counts_the_calls_that_hold_and_what_is_there_then():
     marks = Marks()
     steps = DeviceSteps(marks)
-    marks.held = Held(10, 10, 0)
+    marks.held = Held(10, 10)
     steps.start(compiles=1)
     first = steps.called("a", inputs=1, kept=4)
-    marks.held = Held(16, 16, 0)
+    marks.held = Held(16, 16)
     dropped = steps.called("a", inputs=1, kept=4, holds=False)
     second = steps.called("b", inputs=2, kept=5)
-    marks.held = Held(30, 40, 0)
+    marks.held = Held(30, 40)
     for number in (second, dropped, first, first):
         assert not steps.is_quiet or number == first
         steps.ended(number, has_run=True)
     done = steps.done(compiles=1)
     assert done.facts == StepFacts(base=10, calls=2, before=16, kept=4, peak=40, is_exact=True)
     assert done.inputs == {"a": 1, "b": 2}
-    assert (done.is_whole, done.ran_out) == (True, False)
+    assert done.is_whole
     assert steps.done(compiles=1) is None
 
 
@@ -186,15 +173,3 @@ def test_forwards_alone_are_no_step():
     steps.ended(steps.called("a", 0, 0), has_run=False)
     assert steps.done(compiles=0) is None
     assert steps.called("a", 0, 0) is None  # none has begun
-
-
-@pytest.mark.parametrize(("failures", "has_run", "ran_out"), [(1, False, True), (0, False, False), (1, True, False)])
-def test_a_failure_counts_where_a_call_has_no_backward(failures, has_run, ran_out):
-    marks = Marks()
-    steps = DeviceSteps(marks)
-    steps.start(compiles=0)
-    number = steps.called("a", 0, 0)
-    marks.held = Held(0, 0, failures)
-    steps.ended(number, has_run=has_run)
-    done = steps.done(compiles=0)
-    assert (done is not None and done.ran_out) == ran_out

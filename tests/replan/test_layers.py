@@ -110,29 +110,6 @@ def test_a_whole_model_behind_a_graph_break_is_planned_once():
     assert not run.told
 
 
-@pytest.mark.parametrize("budget", [500_000, 2**30])
-def test_weights_that_several_calls_share_are_more_calls_than_guessed(budget):
-    """The third call would be too many: from the next one on, they leave room for each other. Then they are counted."""
-    device = Device(PARAMETERS)
-    run = Followed(device, memory_budget=budget)
-    model, x = Layers(device, run), torch.randn(ROWS, WIDTH)
-    model.layers = nn.ModuleList([model.layers[0]] * LAYERS)
-    expected = results(model, model, x)
-    model.layers[0].compile(**run.how)
-    for _ in range(5):
-        device.peak = 0
-        assert equal(results(model, model, x), expected)
-    if budget == 2**30:
-        assert len(run.plans) == 1
-        assert not run.told
-        return
-    first, second, third = run.plans
-    assert second["saved_bytes"] < third["saved_bytes"] <= first["saved_bytes"]
-    assert "more than 1 calls" in run.told[0]
-    assert f"{LAYERS} calls" in run.told[1]
-    assert device.peak <= 1.03 * budget
-
-
 def test_a_plan_of_the_least_memory_is_what_little_room_asks_for():
     with (
         pytest.warns(match="a peak of .* is predicted"),

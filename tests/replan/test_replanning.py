@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import gc
 import threading
 
 import pytest
@@ -84,6 +83,7 @@ def test_a_peak_of_an_earlier_time_is_not_the_steps():
     assert len(run.plans) == 1
 
 
+@pytest.mark.slow
 def test_other_graphs_stay():
     device, run, model, call, x = planned_for()
     other = torch.randn(ROWS // 8, 16)
@@ -225,70 +225,6 @@ def test_what_compares_runs_is_not_planned_again(options):
         results(call, model, x, device, (step == 1) * 2 * BUDGET)
     assert len(run.session.graphs) == 1
     assert not run.told
-
-
-def fails(run, x, where):
-    """A step that ends because the device has no memory."""
-    (graph,) = run.backend.replanner._followed
-    (followed,) = (one for one in gc.get_objects() if type(one) is replanner._Followed and one.graph is graph)
-    own = followed.call
-
-    def fail(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    try:
-        followed.call = fail if where == "forward" else own
-        out = run.call(x)
-        out.register_hook(fail)
-        out.sum().backward()
-    except torch.OutOfMemoryError:
-        return True
-    finally:
-        followed.call = own
-    return False
-
-
-@pytest.mark.parametrize("where", ["forward", "backward", "elsewhere"])
-def test_out_of_memory_reaches_the_user_and_the_next_compile_takes_least(where):
-    device, run, model, call, x = planned_for(2**40)
-    results(call, model, x, device, 0)
-    device.failures += 1
-    if where != "elsewhere":
-        run.call = call
-        call(x).sum().backward()  # a failure before a step is none of its own
-        assert fails(run, x, where)
-        device.failures += 1
-    expected = results(model, model, x)
-    found = [results(call, model, x) for _ in range(3)]
-    assert all(equal(each, expected) for each in found)
-    if where == "elsewhere":
-        assert len(run.plans) == 1
-    else:
-        first, second = run.plans
-        assert second["saved_bytes"] < first["saved_bytes"]
-        assert "ran out of memory" in run.told[0]
-
-
-def test_out_of_memory_in_a_loop_that_holds_its_results():
-    """They are bound until the next call has returned."""
-    device, run, _, call, x = planned_for(2**40)
-
-    def fail(_):
-        device.failures += 1
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    failed = []
-    for step in range(6):
-        out = call(x)
-        if step and len(run.plans) == 1:
-            out.register_hook(fail)
-        try:
-            out.sum().backward()
-        except torch.OutOfMemoryError:
-            failed.append(step)
-    first, second = run.plans
-    assert second["saved_bytes"] < first["saved_bytes"]
-    assert failed == [1, 2]  # the second of these decides, and goes on with the old plan
 
 
 def test_memory_that_comes_behind_the_first_steps_counts():

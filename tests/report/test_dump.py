@@ -46,6 +46,26 @@ def run_here(path):
     return printed.getvalue()
 
 
+def jagged(*lengths):
+    rows = [torch.randn(length, 8) for length in lengths]
+    return torch.nested.nested_tensor(rows, layout=torch.jagged, requires_grad=True)
+
+
+@pytest.mark.parametrize("dynamic", [True, None])
+def test_a_ragged_size_has_no_number(dynamic, tmp_path):
+    def fn(x, weight):
+        return torch.nn.functional.linear(x, weight).sin()
+
+    options = {"compiler": "aot_eager", "dump": str(tmp_path)}
+    call, weight = torch.compile(fn, backend="glue", dynamic=dynamic, options=options), torch.randn(8, 8)
+    for lengths in ((3, 5, 2), (4, 1)):
+        x = jagged(*lengths)
+        torch.testing.assert_close(call(x, weight).values(), fn(x, weight).values())
+    graphs = json.loads((tmp_path / "summary.json").read_text())["graphs"]
+    assert graphs
+    assert all((tmp_path / f"graph_{graph['id']:03d}" / "00_unchanged.py").exists() for graph in graphs)
+
+
 def test_the_summary_says_what_was_done(tmp_path):
     summary = compile_and_call(two_layers, tmp_path, *inputs())
     assert summary["torch"] == torch.__version__
@@ -125,6 +145,7 @@ def test_the_variable_does_the_same(tmp_path, monkeypatch):
     assert json.loads((tmp_path / "summary.json").read_text())["graphs"]
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_leaves_a_complete_summary(tmp_path):
     script = f"""
 import os, torch

@@ -86,7 +86,7 @@ def test_as_many_operators_are_read_as_the_summary_counts(dumped):
     data = page_data(dumped)
     (graph,) = data["graphs"]
     changed = next(p for p in graph["passes"] if p["changed"])
-    assert changed["nodes"][0] == graph["nodesBefore"]
+    assert changed["nodes"][0] == graph["nodes_before"]
 
 
 def test_writes_have_the_name_of_their_node():

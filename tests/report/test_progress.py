@@ -29,6 +29,7 @@ def terminal_of_one_process(monkeypatch):
     monkeypatch.delenv("LOCAL_RANK", raising=False)
 
 
+@pytest.mark.slow
 def test_a_long_compile_says_where_it_is_and_leaves_nothing(monkeypatch):
     text = written(monkeypatch, Terminal(), long=1)
     stages = ["captured", "traced for forward and backward", "passes run on forward", "kinds of layers"]
@@ -39,6 +40,7 @@ def test_a_long_compile_says_where_it_is_and_leaves_nothing(monkeypatch):
     assert "\n" not in text
 
 
+@pytest.mark.slow
 def test_a_short_compile_says_nothing(monkeypatch):
     assert written(monkeypatch, Terminal(), long=10_000) == ""
 

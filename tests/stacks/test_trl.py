@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.stacks.tiny import LAYERS, TRAINING, causal_model, datasets, logged, texts, tokenizer, words
+from tests.stacks.tiny import LAYERS, TRAINING, causal_model, datasets, logged, texts, tokenizer, transformers, words
 
 trl = pytest.importorskip("trl")
 
@@ -20,18 +20,35 @@ CHUNKED_LOSS = ("Attempted to call op with non-contiguous `out=` tensor",)
 COMMON = {**TRAINING, "bf16": False, "max_steps": STEPS}
 
 
-def losses(trainer: Any) -> torch.Tensor:
+def trained(trainer: Any) -> tuple[torch.Tensor, list[dict[str, torch.Tensor | None]]]:
+    """The losses, and the gradients of each step."""
+    gradients = []
+
+    class Recorder(transformers.TrainerCallback):
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            found = given["model"].named_parameters()
+            gradients.append({name: None if p.grad is None else p.grad.clone() for name, p in found})
+
+    trainer.add_callback(Recorder())
     trainer.train()
-    return logged(trainer)
+    return logged(trainer), gradients
 
 
 def assert_trains_as_eager(build: Any, **changes: Any) -> None:
-    """``build`` makes a trainer from keyword arguments for its configuration."""
-    expected, actual = (
-        losses(build(**{**COMMON, **how, **changes})) for how in ({}, {"torch_compile_backend": "glue"})
+    """In losses, gradients, and which are None; ``build`` makes a trainer from what its configuration takes."""
+    (expected, wanted), (actual, found) = (
+        trained(build(**{**COMMON, **how, **changes})) for how in ({}, {"torch_compile_backend": "glue"})
     )
-    assert len(expected) == STEPS
+    assert len(expected) == len(wanted) == STEPS
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+    for step, other in zip(wanted, found, strict=True):
+        names = {name.removeprefix("_orig_mod."): gradient for name, gradient in other.items()}
+        assert {name for name, gradient in step.items() if gradient is None} == {
+            name for name, gradient in names.items() if gradient is None
+        }
+        for name, gradient in step.items():
+            if gradient is not None:
+                torch.testing.assert_close(names[name], gradient, rtol=1e-3, atol=1e-4, msg=name)
 
 
 def supervised(folder: Any, data: Any) -> Any:
@@ -88,6 +105,47 @@ def test_preferences(tmp_path, report):
     assert_trains_as_eager(build)
     # Two of the model that is trained, and two of the reference, without gradients.
     report.assert_attention("packed", LAYERS, compiles=4, breaks=CHUNKED_LOSS)
+
+
+def test_judgements_of_single_completions(tmp_path, report):
+    """KTO: the completions, and for the divergence those of the next rows of the batch."""
+    generator = random.Random(0)
+    rows = [
+        {"prompt": words(generator, 3, 8), "completion": " " + words(generator, 3, 8), "label": place % 3 > 0}
+        for place in range(16)
+    ]
+
+    def build(**changes: Any) -> Any:
+        torch._dynamo.reset()
+        return trl.KTOTrainer(
+            model=causal_model(),
+            ref_model=causal_model(seed=1),
+            args=trl.KTOConfig(output_dir=str(tmp_path), max_length=48, gradient_checkpointing=False, **changes),
+            train_dataset=datasets.Dataset.from_list(rows),
+            processing_class=tokenizer(),
+        )
+
+    assert_trains_as_eager(build)
+    report.assert_attention("packed", LAYERS, compiles=4, breaks=CHUNKED_LOSS)
+
+
+def test_rewards(tmp_path, report):
+    """One number for each row: a head that chunk_loss has nothing to do with."""
+    generator = random.Random(0)
+    rows = [{name: words(generator, 3, 8) for name in ("chosen", "rejected")} for _ in range(16)]
+
+    def build(**changes: Any) -> Any:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        return trl.RewardTrainer(
+            model=transformers.LlamaForSequenceClassification(causal_model(num_labels=1).config),
+            args=trl.RewardConfig(output_dir=str(tmp_path), max_length=48, gradient_checkpointing=False, **changes),
+            train_dataset=datasets.Dataset.from_list(rows),
+            processing_class=tokenizer(),
+        )
+
+    assert_trains_as_eager(build)
+    report.assert_attention("packed", LAYERS, compiles=2)
 
 
 def test_reinforcement(tmp_path, report):

@@ -10,7 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from glue_compiler.cli.bisect import bisect as command_line
+pytest.importorskip("typer")
+
+from typer.testing import CliRunner
+
+from glue_compiler.cli.main import app
 from glue_compiler.errors import GlueOptionError
 from glue_compiler.verify.bisection import NothingToFind, bisect, bisect_with_torch
 from tests.verify.wrong_passes import RenameFunctions, inputs, model
@@ -33,7 +37,9 @@ for graph in range(2):
     graphs.append({"id": graph, "passes": passes})
 whats = [r["what"] for g in graphs for p in g["passes"] for r in p["rewrites"]]
 whats += [p["name"] for p in graphs[0]["passes"]]
-pathlib.Path(os.environ["GLUE_DUMP"], "summary.json").write_text(json.dumps({"graphs": graphs}))
+pathlib.Path(os.environ["GLUE_DUMP"], "summary.json").write_text(
+    json.dumps({"torch": "", "graphs": graphs, "capture": [], "files": []})
+)
 print("loss", 0.9)
 print("loss", 1.0 + (0.5 if HARM in whats else 0.001 * len(whats)))
 sys.exit(HARM in whats if EXIT else 0)
@@ -80,14 +86,16 @@ def test_what_fails_without_glue_too_is_not_ours(tmp_path):
         bisect(failing, folder=tmp_path / "out", say=lambda _: None)
 
 
-def test_a_program_that_fails_anyway_says_where_to_search(program, tmp_path, capsys):
+def test_a_program_that_fails_anyway_says_where_to_search(program, tmp_path):
     command = program("nothing", by_exit=False, first=3)
     text = (tmp_path / "program.py").read_text()
     (tmp_path / "program.py").write_text(text.replace("sys.exit(", "sys.exit(1)  # "))
-    assert command_line(command, folder=tmp_path / "out") == 2
-    assert "torch._inductor.compiler_bisector" in capsys.readouterr().out
+    result = CliRunner().invoke(app, ["bisect", "--folder", str(tmp_path / "out"), "--", *command])
+    assert result.exit_code == 2
+    assert "torch._inductor.compiler_bisector" in result.output
 
 
+@pytest.mark.slow
 def test_a_program_that_hangs_fails_and_its_rewrite_is_found(program, tmp_path):
     command = program("first 0 2", first=3)
     text = (tmp_path / "program.py").read_text()
@@ -135,14 +143,16 @@ print("gradient", weight.grad.sum().item())
     [("model", "RenameFunctions", "rename x_1"), ("cosine", "DropNegations", "drop neg")],
     ids=["captured", "partitioned"],
 )
-def test_a_planted_wrong_rewrite_ends_in_a_file_that_fails_alone(fn, wrong, what, tmp_path, monkeypatch, capsys):
+def test_a_planted_wrong_rewrite_ends_in_a_file_that_fails_alone(fn, wrong, what, tmp_path, monkeypatch):
     root = str(Path(__file__).parents[2])
     (tmp_path / "train.py").write_text(PROGRAM.format(root=root, fn=fn))
     monkeypatch.setenv("GLUE_EXTRA_PASSES", f"tests.verify.wrong_passes:{wrong}")
     monkeypatch.setenv("PYTHONPATH", root)
     command = [sys.executable, str(tmp_path / "train.py")]
-    assert command_line(command, metric=r"gradient (\S+)", tolerance=1e-9, folder=tmp_path / "out") == 0
-    assert f"graph 0: {what}" in capsys.readouterr().out
+    options = ["--metric", r"gradient (\S+)", "--tolerance", "1e-9", "--folder", str(tmp_path / "out")]
+    result = CliRunner().invoke(app, ["bisect", *options, "--", *command])
+    assert result.exit_code == 0, result.output
+    assert f"graph 0: {what}" in result.output
     alone = [sys.executable, str(tmp_path / "out" / "replay.py")]
     result = subprocess.run(alone, capture_output=True, text=True, timeout=120, env={})
     assert result.returncode == 1, result.stderr

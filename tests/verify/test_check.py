@@ -10,7 +10,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from glue_compiler.errors import GlueVerifyError, GlueWarning
-from glue_compiler.graph_pass import GraphPass, Numerics, PassResult
+from glue_compiler.pipeline.graph_pass import GraphPass, PassResult
+from glue_compiler.pipeline.results import Numerics
 from glue_compiler.testing import find
 from glue_compiler.verify import check
 from tests import versions

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from glue_compiler.graph_pass import Numerics
+from glue_compiler.pipeline.results import Numerics
 from glue_compiler.verify.compare import Named, find_mismatch
 
 

@@ -2,7 +2,8 @@
 
 import torch
 
-from glue_compiler.graph_pass import GraphPass, Numerics, PairPass, PassResult
+from glue_compiler.pipeline.graph_pass import GraphPass, PairPass, PassResult
+from glue_compiler.pipeline.results import Numerics
 from glue_compiler.testing import find
 
 

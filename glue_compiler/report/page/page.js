@@ -39,16 +39,14 @@ const pass = () => (state.pass < 0 ? null : graph().passes[state.pass]);
 
 function viewsOf() {
   const current = pass();
-  if (!current) return [["result", "graph after its passes"], ["syncs", `host syncs (${graph().syncs.length})`]];
+  if (!current) return [["result", "graph after its passes"], ["syncs", `host syncs (${graph().host_syncs.length})`]];
   const views = [];
-  if (current.memory) views.push(["memory", "memory"]);
   if (current.diff.length) views.push(["diff", "before and after"]);
   if (current.prologue.length) views.push(["prologue", "once per batch"]);
   if (current.timeline) views.push(["timeline", "streams"]);
-  if (current.predicted) views.push(["predicted", "streams in time"]);
   if (current.rewrites.length) views.push(["rewrites", `single rewrites (${current.rewrites.length})`]);
   views.push(["skips", `left alone (${current.skips.length})`]);
-  views.push(["syncs", `host syncs (${graph().syncs.length})`]);
+  views.push(["syncs", `host syncs (${graph().host_syncs.length})`]);
   return views;
 }
 
@@ -77,9 +75,8 @@ function renderCompile() {
   data.graphs.forEach((one, index) => {
     const total = one.passes.reduce((sum, p) => sum + p.ms, 0);
     list.append(element("h2", {}, `graph ${one.id}`));
-    const cached = one.fromCache ? ", training step from a cache" : "";
-    const facts = `${one.nodesBefore} → ${one.nodesAfter} nodes, ${milliseconds(total)}${cached}`;
-    list.append(element("p", {}, one.compileId ? `${facts}, compile ${one.compileId}` : facts));
+    const facts = `${one.nodes_before} → ${one.nodes_after} nodes, ${milliseconds(total)}`;
+    list.append(element("p", {}, one.compile_id ? `${facts}, compile ${one.compile_id}` : facts));
     one.passes.forEach((p, number) => {
       const kind = p.error ? "failed" : p.changed ? "changed" : "idle";
       const button = element(
@@ -97,9 +94,9 @@ function renderCompile() {
       "button",
       { type: "button", "aria-current": state.graph === index && state.pass < 0 ? "true" : "false",
         onclick: () => show({ graph: index, pass: -1 }) },
-      element("span", {}, "result"), element("small", {}, `${one.syncs.length} host syncs`),
+      element("span", {}, "result"), element("small", {}, `${one.host_syncs.length} host syncs`),
     ));
-    if (one.break) list.append(element("p", {}, `ends at a graph break: ${one.break.reason.split("\n")[0]} ${one.break.source}`));
+    if (one.graph_break) list.append(element("p", {}, `ends at a graph break: ${one.graph_break.reason.split("\n")[0]} ${one.graph_break.source}`));
   });
   if (data.capture.length) list.append(element("h2", {}, "capture"));
   for (const event of data.capture) {
@@ -141,9 +138,7 @@ function renderPanel() {
   if (state.view === "diff") showRows(rowsOfDiff(pass().diff));
   else if (state.view === "prologue") showRows(rowsOfGraphs(pass().prologue));
   else if (state.view === "result") showRows(rowsOfGraphs(graph().final));
-  else if (state.view === "memory") showMemory(pass().memory);
   else if (state.view === "timeline") showTimeline(pass().timeline);
-  else if (state.view === "predicted") showTimeline(pass().predicted);
   else if (state.view === "rewrites") showRewrites();
   else if (state.view === "skips") showSkips();
   else showSyncs();
@@ -383,8 +378,8 @@ function showSkips() {
 
 function showSyncs() {
   const prologues = graph().passes.findIndex((p) => p.prologue.length);
-  $("panel").replaceChildren(graph().syncs.length
-    ? table(["operator", "how often", "node", "source"], graph().syncs.map((sync) => {
+  $("panel").replaceChildren(graph().host_syncs.length
+    ? table(["operator", "how often", "node", "source"], graph().host_syncs.map((sync) => {
         const target = sync.once_per_batch ? { pass: prologues, view: "prologue" } : { pass: -1, view: "result" };
         const link = element("button", { type: "button", onclick: () => goTo(target, sync.node) }, sync.node);
         return element("tr", {}, element("td", {}, sync.target), element("td", {}, sync.once_per_batch ? "once per batch" : "in every call"), element("td", {}, link), element("td", {}, sync.source));
@@ -418,7 +413,7 @@ function showTimeline(timeline) {
   const width = Math.max(900, $("panel").clientWidth - 30);
   const scale = (width - left - right) / timeline.length;
   const streams = [
-    ["compute", [[...timeline.compute, ...(timeline.waits ?? [])]]],
+    ["compute", [timeline.compute]],
     ["copy to host", lanesOf(timeline.to_host)],
     ["copy from host", lanesOf(timeline.from_host)],
   ];
@@ -437,11 +432,10 @@ function showTimeline(timeline) {
         const at = left + start * scale;
         const long = Math.max(1.5, (end - start) * scale);
         const go = () => goTo({ view: "diff" }, node, graphName);
-        const waits = timeline.waits?.some((wait) => wait[0] === start && wait[4] === node && wait[2] === label);
-        const when = timeline.unit ? `${start.toPrecision(3)} to ${end.toPrecision(3)} ms` : `operators ${start} to ${end}`;
+        const when = `operators ${start} to ${end}`;
         const bar = drawn("rect", {
-          class: waits ? "bar waits" : "bar", x: at, y: top, width: long, height: lane, tabindex: 0, role: "button",
-          fill: waits ? "transparent" : name === "compute" ? colour(label) : "var(--copy)",
+          class: "bar", x: at, y: top, width: long, height: lane, tabindex: 0, role: "button",
+          fill: name === "compute" ? colour(label) : "var(--copy)",
           "aria-label": `${name}: ${label}, ${when}`,
         }, drawn("title", {}, `${name}: ${label}\n${node}, ${when}`));
         bar.addEventListener("click", go);
@@ -454,52 +448,9 @@ function showTimeline(timeline) {
     }
     top += 8;
   }
-  const note = timeline.note ?? "Left to right: the order in which the host issues the work of one step, counted in operators, not in time. "
+  const note = "Left to right: the order in which the host issues the work of one step, counted in operators, not in time. "
     + "A copy's bar goes from its start to the wait for it; what the compute stream does meanwhile is above it.";
   $("panel").replaceChildren(element("p", { class: "list muted" }, note), svg);
-}
-
-// -- the memory of a planned step
-
-function showMemory(plan) {
-  const [left, right, top, tall, bottom] = [90, 20, 24, 260, 20];
-  const width = Math.max(900, $("panel").clientWidth - 30);
-  const places = [...plan.forward, ...plan.backward];
-  const most = Math.max(plan.always + Math.max(0, ...places.map((one) => one.reduce((sum, value) => sum + value, 0))), 1);
-  // A budget far above all that is needed would leave nothing to be seen.
-  const high = Math.max(most, Math.min(plan.budget, 1.5 * most)) * 1.05;
-  const x = (index) => left + (index * (width - left - right)) / Math.max(1, places.length);
-  const y = (bytes) => top + tall - (bytes * tall) / high;
-  const gib = (bytes) => `${(bytes / 2 ** 30).toPrecision(3)} GiB`;
-  const svg = drawn("svg", { width, height: top + tall + bottom, role: "img", "aria-label": "device memory over one training step" });
-  const border = x(plan.forward.length);
-  svg.append(drawn("line", { class: "axis", x1: border, x2: border, y1: 8, y2: top + tall }));
-  svg.append(drawn("text", { x: left, y: 16 }, "forward"), drawn("text", { x: border + 6, y: 16 }, "backward"));
-  const floor = places.map(() => 0);
-  const layer = (name, bytes) => {
-    const upper = places.map((_, index) => floor[index] + bytes(index));
-    const points = [];
-    upper.forEach((value, index) => points.push(`${x(index)},${y(value)}`, `${x(index + 1)},${y(value)}`));
-    for (let index = places.length - 1; index >= 0; index -= 1) points.push(`${x(index + 1)},${y(floor[index])}`, `${x(index)},${y(floor[index])}`);
-    svg.append(drawn("polygon", { class: `memory ${name}`, points: points.join(" "), "aria-label": name },
-      drawn("title", {}, `${name}: at most ${gib(Math.max(0, ...places.map((_, index) => bytes(index))))}`)));
-    upper.forEach((value, index) => { floor[index] = value; });
-  };
-  layer("inputs", () => plan.always);
-  plan.kinds.forEach((name, kind) => layer(name, (index) => places[index][kind]));
-  for (const [name, bytes] of [["budget", plan.budget], ["peak", most]]) {
-    if (bytes > high) continue;
-    svg.append(drawn("line", { class: `line ${name}`, x1: left, x2: width - right, y1: y(bytes), y2: y(bytes), "aria-label": `${name} ${gib(bytes)}` }));
-    svg.append(drawn("text", { x: left - 6, y: y(bytes) + (name === "peak" && y(bytes) - y(plan.budget) < 12 ? 14 : 4), "text-anchor": "end" }, name));
-  }
-  const legend = element("p", { class: "list" }, ...["inputs", ...plan.kinds].flatMap((name) => [element("span", { class: `swatch ${name}` }), ` ${name} `]));
-  const note = `Predicted bytes on the device, in the order in which operators run: a peak of ${gib(most)} and a budget of ${gib(plan.budget)}. `
-    + "Moved values are there until they are copied, and again before backward reads them; recomputed ones while backward does.";
-  const took = plan.measured.map((one) => `${one.is_exact ? "" : "at most "}${gib(one.peak)} in ${(one.microseconds / 1e3).toPrecision(4)} ms`);
-  const measured = took.length ? ` Measured in the steps that followed: ${took.join(", ")}.` : "";
-  const rows = plan.segments.map((one) => [one.number, gib(one.kept), gib(one.moved), one.recomputed].map(String));
-  $("panel").replaceChildren(element("p", { class: "list muted" }, note + measured), legend, svg,
-    table(["segment", "kept", "moved", "recomputed kernels"], rows.map((row) => element("tr", {}, ...row.map((text) => element("td", {}, text))))));
 }
 
 // -- keys
@@ -555,7 +506,7 @@ $("layer").addEventListener("change", () => { state.layer = $("layer").value; st
 $("only-changes").addEventListener("change", () => { state.onlyChanges = $("only-changes").checked; state.selected = -1; renderPanel(); });
 $("help-button").addEventListener("click", () => $("help").showModal());
 $("panel").addEventListener("scroll", drawRows, { passive: true });
-addEventListener("resize", () => (["timeline", "predicted"].includes(state.view) ? renderPanel() : drawRows()));
+addEventListener("resize", () => (state.view === "timeline" ? renderPanel() : drawRows()));
 
 // -- start
 

@@ -7,6 +7,7 @@ from torch import nn
 
 from tests.passes.chunk_loss.runs import (  # noqa: F401
     CLASSES,
+    check,
     check_left_alone,
     check_rewritten,
     rows_and_head,
@@ -52,6 +53,10 @@ def written_logits(hidden, weight, target):
     logits = flat(F.linear(hidden, weight))
     logits[0] = 0.0
     return F.cross_entropy(logits, target.view(-1))
+
+
+def capped_at_nothing(hidden, weight, target):
+    return F.cross_entropy(flat(F.linear(hidden, weight).tanh() * 1e-200 * 1e-200), target.view(-1))
 
 
 def halved_in_place(hidden, weight, target):
@@ -202,17 +207,18 @@ def turned_weight(hidden, weight, target):
             (turned_weight_of_a_function, "sees its strides"),
             (largest_is_used, "and not only its place"),
             (some_classes, "only some of its classes"),
-            (masked_classes, "masked_fill"),
+            (masked_classes, "made by where"),
             (probabilities_as_targets, "probabilities"),
             (written_logits, "in place"),
-            (halved_in_place, "written in place"),
+            (halved_in_place, "writes in place"),
             (rows_written_before, "written in place"),
             (log_probabilities_returned, "log probabilities"),
             (capped_twice, "capped twice"),
+            (capped_at_nothing, "by so little that they are zero"),
             (top_tokens, "topk"),
             (scaled_by_a_tensor, "mul"),
             (entropy_with_one_factor_detached, "one factor alone"),
-            (total_without_gradient, "sub"),
+            (total_without_gradient, "add"),
             (distilled, "kl_div"),
             (product_is_used_before_it_is_added, "before they are added up"),
             (masked_rows, "relu"),
@@ -288,3 +294,13 @@ def test_a_head_with_weights_of_classes_and_smoothing_of_single_rows():
 
     classes = nn.Parameter(torch.rand(CLASSES, dtype=torch.float64), requires_grad=False)
     check_left_alone(loss, [*rows_and_head(), classes], "smoothed losses of single rows")
+
+
+@pytest.mark.parametrize("narrow", ["rows", "weight"])
+def test_a_size_of_one_that_einsum_repeats_is_no_projection(narrow):
+    def repeated(hidden, weight, target):
+        hidden, weight = (hidden[..., :1], weight) if narrow == "rows" else (hidden, weight[:, :1])
+        return F.cross_entropy(flat(torch.einsum("btk,vk->btv", hidden, weight)), target.view(-1))
+
+    compiled = check(repeated, rows_and_head())
+    assert not compiled.report.passes[0].changed

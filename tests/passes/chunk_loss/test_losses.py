@@ -5,7 +5,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.passes.chunk_loss.runs import CLASSES, check_rewritten, rows_and_head, small_chunks  # noqa: F401
+from tests.ops.linear_losses import multiplications
+from tests.passes.chunk_loss.runs import (  # noqa: F401
+    CLASSES,
+    check,
+    check_rewritten,
+    results_of,
+    rows_and_head,
+    small_chunks,
+)
 from tests.slow import one_in
 
 
@@ -214,6 +222,36 @@ def smoother(hidden, weight, target):
     return 0.9 * chosen.sum() / count + 0.1 * spread.sum() / (count * CLASSES)
 
 
+def half_of_it(hidden, weight, target):
+    """A loss of each row, of which some are hidden afterwards."""
+    losses = F.cross_entropy(F.linear(hidden, weight).transpose(1, 2), target, reduction="none")
+    return losses.sum() / (target != -100).sum()
+
+
+def losses_and_z_loss(hidden, weight, target):
+    """What is ignored by the one is counted by the other."""
+    logits = F.linear(hidden, weight)
+    losses = F.cross_entropy(logits.transpose(1, 2), target, reduction="none")
+    return losses.sum() + logits.logsumexp(-1).pow(2).mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "share"),
+    [(mean, 0.5), (likelihood, 0.5), (rows_of_losses, 0.5), (half_of_it, 0.5), (losses_and_z_loss, 1), (entropy, 1)],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_no_loss_counts_is_not_computed(loss, share):
+    hidden, weight, target = rows_and_head()
+    all_count = torch.zeros_like(target)
+    half = torch.where(torch.arange(8) % 2 == 0, all_count, -100)
+    compiled = check(loss, [hidden, weight, half])
+    whole, part = (
+        multiplications(lambda given=given: results_of(compiled.call, [hidden, weight, given]))
+        for given in (all_count, half)
+    )
+    assert part == whole * share
+
+
 def probability_of_token(hidden, weight, target):
     logs = F.linear(hidden, weight).log_softmax(-1)
     return logs.exp().gather(-1, target.clamp(min=0)[..., None])
@@ -298,3 +336,79 @@ def test_what_stands_under_no_grad_does_not_cut_off_what_comes_later():
 def test_few_targets(loss, target):
     hidden, weight, _ = rows_and_head((1, len(target)))
     check_rewritten(loss, [hidden, weight, torch.tensor([target], dtype=torch.int64)])
+
+
+def with_classes_of_no_weight(hidden, weight, target, bias):
+    classes = torch.linspace(-1, 1, CLASSES, dtype=hidden.dtype).clamp(min=0)
+    return F.cross_entropy(F.linear(hidden, weight, bias).transpose(1, 2), target, classes)
+
+
+def rows_with_classes_of_no_weight(hidden, weight, target, bias):
+    classes = torch.linspace(-1, 1, CLASSES, dtype=hidden.dtype).clamp(min=0)
+    return F.cross_entropy(F.linear(hidden, weight, bias).transpose(1, 2), target, classes, reduction="none")
+
+
+def beside_a_z_loss(hidden, weight, target, bias):
+    """A class of infinite weight: what is ignored has none."""
+    logits = F.linear(hidden, weight, bias).view(-1, CLASSES)
+    classes = torch.where(torch.arange(CLASSES) == 0, float("inf"), 1.0).to(hidden.dtype)
+    return F.cross_entropy(logits, target.view(-1), classes) + logits.logsumexp(-1).mean()
+
+
+def entropy_of_candidates(hidden, weight, target, bias):
+    logs = F.linear(hidden, weight, bias).log_softmax(-1)
+    return -(logs.exp() * logs).sum(-1)
+
+
+def entropy_of_scores(hidden, weight, target, bias):
+    logits = F.linear(hidden, weight, bias)
+    return logits.logsumexp(-1) - (logits.softmax(-1) * logits).sum(-1)
+
+
+def entr_beside(hidden, weight, target, bias):
+    logits = F.linear(hidden, weight, bias)
+    with torch.no_grad():
+        entropy = torch.special.entr(logits.softmax(-1)).sum(-1)
+    return entropy, logits.logsumexp(-1)
+
+
+def as_it_is(hidden, target, bias):
+    pass
+
+
+def ignored_row(hidden, target, bias):
+    hidden[0, 0], target[0, 0] = float("nan"), -100
+
+
+def row_of_no_weight(hidden, target, bias):
+    hidden[1, 3], target[1, 3] = float("nan"), 1
+
+
+def no_weight_at_all(hidden, target, bias):
+    target[target > 0] = 1
+    target[target == 0] = 2
+
+
+def no_candidates(hidden, target, bias):
+    bias[::7] = float("-inf")
+
+
+@pytest.mark.parametrize("change", [as_it_is, ignored_row, row_of_no_weight, no_weight_at_all, no_candidates])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        with_classes_of_no_weight,
+        rows_with_classes_of_no_weight,
+        beside_a_z_loss,
+        entropy_of_candidates,
+        entropy_of_scores,
+        entr_beside,
+    ],
+)
+def test_what_is_not_finite_is_as_in_eager(loss, change):
+    hidden, weight, target = rows_and_head()
+    bias = torch.randn(CLASSES, dtype=torch.float64, requires_grad=True)
+    with torch.no_grad():
+        target[target == 0] = 1  # the class of infinite weight
+        change(hidden, target, bias)
+    check_rewritten(loss, [hidden, weight, target, bias])

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import glue_compiler
 from glue_compiler.errors import GlueVerifyError
-from glue_compiler.passes.chunk_loss import write
+from glue_compiler.passes.chunk_loss import groups
 from glue_compiler.passes.chunk_loss.wide_values import Scores
 from glue_compiler.testing import assert_equivalent, capture, run_pass
 from glue_compiler.verify.replay import replay
@@ -27,7 +27,7 @@ def test_run_pass_shows_a_graph_that_makes_the_logits():
     assert result.counts["deferred"] == 1
     order = [str(node.target) for node in result.before.graph.find_nodes(op="placeholder")]
     inputs = [{"L_hidden_": hidden, "L_weight_": weight, "L_target_": target}[name] for name in order]
-    assert_equivalent(result.before, result.after, inputs, numerics=glue_compiler.graph_pass.Numerics.CLOSE)
+    assert_equivalent(result.before, result.after, inputs, numerics=glue_compiler.pipeline.graph_pass.Numerics.CLOSE)
 
 
 @pytest.mark.parametrize("form", ["after", "whole"])
@@ -52,7 +52,7 @@ def test_every_call_is_verified():
 
 
 def test_a_wrong_loss_is_found(monkeypatch, tmp_path):
-    monkeypatch.setattr(write, "scores_of", lambda steps: Scores(2.0, 0.0))
+    monkeypatch.setattr(groups, "scores_of", lambda steps: Scores(2.0, 0.0))
     options = {"compiler": "aot_eager", "verify": True, "strict": True, "dump": str(tmp_path)}
     with pytest.raises(GlueVerifyError, match="chunk_loss"):
         torch.compile(model, backend="glue", options=options)(*rows_and_head())

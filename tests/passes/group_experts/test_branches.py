@@ -271,6 +271,7 @@ def test_a_body_that_counts_its_iterations_is_left_alone():
     left_as_dynamo_has_it(loop, routings()["one expert empty"], BRANCHING)
 
 
+@pytest.mark.slow
 def test_a_list_of_what_was_hit_is_left_alone():
     def loop(x, selected, weights, gate_up, down):
         out, mask, used = torch.zeros_like(x), mask_of(selected), []

@@ -118,6 +118,7 @@ def test_adapters_on_a_module_list():
     assert count(run.graph, torch.ops.glue.grouped_linear_list.default) == 6
 
 
+@pytest.mark.slow
 def test_four_layers_compiled_one_by_one_compile_once():
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 

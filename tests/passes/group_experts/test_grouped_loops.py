@@ -41,6 +41,7 @@ def test_the_option_says_whether_kernels_of_packages_serve_the_products(kernels,
     assert [node.args[4:] for node in products] == [last, last]
 
 
+@pytest.mark.slow
 def test_the_graph_is_as_small_with_many_experts():
     sizes = []
     for experts in (2, 12):
@@ -66,6 +67,7 @@ def routed_block(x, router, gate_up, down):
     return loop_r(x, selected, weights / weights.sum(-1, keepdim=True), gate_up, down)
 
 
+@pytest.mark.slow
 def test_two_lengths_take_one_more_compile_and_no_third():
     run = compiled(routed_block)
     router = torch.randn(WIDTH, EXPERTS, dtype=torch.float64, requires_grad=True)
@@ -116,6 +118,7 @@ def test_autocast_around_the_compiled_call():
     assert_grouped(run)
 
 
+@pytest.mark.slow
 def test_two_runs_are_bitwise_equal():
     selected = routings()["spread"]
     inputs = inputs_for(selected, dtype=torch.float32)
@@ -134,6 +137,7 @@ def test_two_layers_in_one_graph():
     assert_grouped(run, loops=2)
 
 
+@pytest.mark.slow
 def test_inductor_takes_the_graph():
     selected = routings()["one expert empty"]
     run = compiled(loop_r, compiler="inductor")

@@ -213,7 +213,6 @@ def counted_and_sliced(layer, x, weights, ids):
 
 
 GROUPED = {"loops_grouped": 1, "experts_grouped": EXPERTS}
-SLICED = {"loops_sliced": 1}
 LOOPS = [
     (where_and_add, 2, GROUPED),
     (nonzero_as_tuple, 2, GROUPED),
@@ -221,12 +220,12 @@ LOOPS = [
     (repeated_rows, 2, GROUPED),
     (experts_by_name, 2, GROUPED),
     (stacked_weights, 2, GROUPED),
-    (scatter_add, 2, SLICED),
-    (index_put, 2, SLICED),
+    (scatter_add, 2, GROUPED),
+    (index_put, 2, GROUPED),
     (masked_scatter, 1, {}),
     (dense_gates, 2, {}),
     (dense_gates_as_a_mask, 2, {}),
-    (pairs_of_argwhere, 2, {}),
+    (pairs_of_argwhere, 2, GROUPED),
     (a_sum_of_one_hot, 2, {}),
     (a_mask_written_twice, 1, {}),
     (a_mask_written_three_times, 1, {}),

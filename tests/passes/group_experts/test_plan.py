@@ -74,8 +74,8 @@ def test_pieces_by_split_are_sorted_and_concatenated():
         assert loop.end.whole.target is torch.cat
         assert [type(step) for step in loop.steps] == [AllRows, Product]
         assert not loop.partition.must_check  # counts of topk's indices are those of all rows
-        lengths = [dict(length.items) for length in loop.partition.lengths]
-        assert [[index for _, index in each] for each in lengths] == [[expert] for expert in range(EXPERTS)]
+        assert [length.args for length in loop.partition.lengths] == [(expert,) for expert in range(EXPERTS)]
+        assert len({length.func for length in loop.partition.lengths}) == 1  # items of one vector
     first, second = loops
     assert first.partition.counts is second.partition.counts
 

@@ -219,6 +219,7 @@ def test_assigning_several_slots_is_left_alone():
     assert_left_alone(run, "overwrite", sliced=True)
 
 
+@pytest.mark.slow
 def test_a_step_in_place_that_something_else_sees_is_left_alone():
     def loop(x, selected, weights, gate_up, down):
         out = torch.zeros_like(x)

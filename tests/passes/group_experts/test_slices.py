@@ -204,6 +204,7 @@ def test_code_that_only_runs_for_experts_with_rows(kind):
     assert_sliced(run)
 
 
+@pytest.mark.slow
 def test_a_body_that_mixes_rows_is_not_run_without_any():
     """A mean over no rows is not a number, and its gradient would reach what experts share."""
     model = SkipsTheEmpty(unlike_experts())

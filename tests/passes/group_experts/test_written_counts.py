@@ -102,7 +102,8 @@ HIT = {
 """Name → the loop, and whether it is proved; if not, the frame is converted again as Dynamo does."""
 SORTED = {
     "ones": (_pieces(_ones(False)), 1),
-    "ones that are written": (_pieces(_ones(True)), 0),
+    "ones that are filled in": (_pieces(_ones(True)), 1),
+    "ones that are written": (_pieces(_ones(True, torch.Tensor.mul_)), 0),
     "ones that a barrier may write": (_pieces(_ones(True, rewrites)), 0),
     "scattered": (_pieces(_scattered(lambda gates: None)), 1),
     "scattered and written": (_pieces(_scattered(_moves_a_row)), 0),

@@ -10,10 +10,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from glue_compiler.fx.effects import EffectAnalysis
 from glue_compiler.fx.training_pair import TrainingPair, check_pair
-from glue_compiler.graph_pass import PassContext
 from glue_compiler.options import GlueOptions
 from glue_compiler.passes.overlap_offload import OverlapOffload
 from glue_compiler.passes.overlap_offload.copies import find_round_trips, may_copy
+from glue_compiler.pipeline.graph_pass import PassContext
 from tests import versions
 from tests.captured import compile_with_glue
 from tests.passes.overlap_offload.models import Blocks, step
@@ -260,6 +260,7 @@ def test_captured_graphs_with_copies_to_the_host_are_told_from_others():
         assert not may_copy(make_fx(lambda x: x.sin())(torch.empty(4)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("separate_stream", [False, True])
 def test_what_torch_itself_offloads_is_overlapped(separate_stream):
     if separate_stream:

@@ -70,6 +70,7 @@ def test_an_input_that_the_caller_gets_too_stays():
     assert any("returned to the caller" in skip.reason for skip in report.skips)
 
 
+@pytest.mark.slow
 def test_a_value_that_all_regions_read_stays():
     class Shared(Blocks):
         def forward(self, x):

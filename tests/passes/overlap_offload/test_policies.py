@@ -86,6 +86,7 @@ def test_without_a_policy_the_partitioner_is_left_alone():
     assert all(p.name != "overlap_offload" for p in compiled.report.passes)
 
 
+@pytest.mark.slow
 def test_the_inputs_of_regions_move_too_when_both_are_asked_for():
     expected, got, compiled = run(CheckpointPolicy.MUST_CPU_OFFLOAD, *MM)
     alone = offload_report(compiled).counts["moved"]
@@ -133,6 +134,7 @@ def test_must_under_cuda_graphs_is_an_error():
         run(CheckpointPolicy.MUST_CPU_OFFLOAD, *MM, **{"triton.cudagraphs": True})
 
 
+@pytest.mark.slow
 def test_inductor_keeps_starts_and_waits_apart_without_being_told_to():
     """The order is carried by data dependencies: reordering for peak memory is on, for nobody asked for offload."""
     from torch._inductor.utils import run_and_get_code

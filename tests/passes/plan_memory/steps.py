@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from glue_compiler.ops.device_rates import Rates
-from glue_compiler.passes.plan_memory.step import Step, Value
+from glue_compiler.passes.plan_memory.step import TrainingStep, Value
 
 RATES = Rates(flops=1e12, memory=1e9, link=1e8)
 MIB = 2**20
 
 
-def chain(layers: int, product_seconds: float = 0.01, may_recompute: bool = True) -> Step:
+def chain(layers: int, product_seconds: float = 0.01, may_recompute: bool = True) -> TrainingStep:
     """Each layer is ``wide = product(x)``, ``bent = f(wide)``, ``x = x + narrow(bent)``; ``wide`` and ``bent`` are four
     times as large as ``x``, which is of 1 MiB. Backward needs ``wide``, ``bent`` and ``x``."""
     values = [Value((), 0, 0, 0.0, is_input=True)]
@@ -31,10 +31,10 @@ def chain(layers: int, product_seconds: float = 0.01, may_recompute: bool = True
         place = len(values)
         values.append(Value((gradient, *read), place, MIB, product_seconds, is_kernel=True, is_backward=True))
         gradient = place
-    return Step(tuple(values), forward, (x,), (gradient,), 0, {})
+    return TrainingStep(tuple(values), forward, (x,), (gradient,), 0, {})
 
 
-def decoder_layer(seconds: float = 0.2) -> Step:
+def decoder_layer(seconds: float = 0.2) -> TrainingStep:
     """One layer, alone: three products of its input, attention of them, which returns its result and a small value as a
     list, a product of that, ``x`` added, and behind that two wide products and a narrow one. Backward needs all that
     products read or write. ``seconds``: of each product and of attention, beside which ``RATES`` copy 20 MiB."""
@@ -61,4 +61,4 @@ def decoder_layer(seconds: float = 0.2) -> Step:
     for needed in ((gated,), (gate, up), (normed,), (between, result), (q, k, v, result, sums), (bent,)):
         values.append(Value((gradient, *needed), len(values), MIB, seconds, is_kernel=True, is_backward=True))
         gradient = len(values) - 1
-    return Step(tuple(values), forward, (returned,), (gradient,), 0, {})
+    return TrainingStep(tuple(values), forward, (returned,), (gradient,), 0, {})

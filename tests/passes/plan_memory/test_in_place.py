@@ -6,7 +6,7 @@ import pytest
 
 from glue_compiler.passes.plan_memory.choose import Choice
 from glue_compiler.passes.plan_memory.predict import Predictor
-from glue_compiler.passes.plan_memory.step import Step, Value
+from glue_compiler.passes.plan_memory.step import TrainingStep, Value
 from tests.passes.plan_memory.steps import MIB, RATES
 
 
@@ -20,7 +20,7 @@ def test_nothing_is_written_over_what_stays(is_pointwise):
         Value((), 3, 0, 0.0, is_input=True, is_backward=True),
         Value((1, 3), 4, 4 * MIB, 1.0, is_pointwise=is_pointwise, is_backward=True),
     )
-    step = Step(values, (0, 1, 2), (2,), (4,), 0, {})
+    step = TrainingStep(values, (0, 1, 2), (2,), (4,), 0, {})
     found = Predictor(step, {1: 0, 2: 0}, RATES).predict(Choice(frozenset({1}), frozenset()))
     assert found.peak == 8 * MIB
 
@@ -39,7 +39,7 @@ def test_nothing_is_written_over_what_another_value_of_the_same_kernel_reads(rea
         Value((), 7, 0, 0.0, is_input=True, is_backward=True),
         Value((6, 7), 8, 0, 0.0, is_backward=True),
     )
-    step = Step(values, tuple(range(7)), (6,), (8,), 0, {})
+    step = TrainingStep(values, tuple(range(7)), (6,), (8,), 0, {})
     predictor = Predictor(step, dict.fromkeys(range(1, 7), 0), RATES)
     assert predictor.predict(Choice(frozenset({6}), frozenset())).peak == widths * MIB
 
@@ -57,6 +57,6 @@ def test_nothing_is_written_over_what_the_same_kernel_writes():
         Value((), 7, 0, 0.0, is_input=True, is_backward=True),
         Value((1, 4, 7), 8, 0, 0.0, is_backward=True),
     )
-    step = Step(values, tuple(range(7)), (6,), (8,), 0, {})
+    step = TrainingStep(values, tuple(range(7)), (6,), (8,), 0, {})
     predictor = Predictor(step, dict.fromkeys(range(1, 7), 0), RATES)
     assert predictor.predict(Choice(frozenset({1, 4}), frozenset())).peak == 4 * MIB

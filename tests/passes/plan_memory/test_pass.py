@@ -13,17 +13,17 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from glue_compiler import registry
 from glue_compiler.errors import GlueWarning
 from glue_compiler.fx import joint_graphs
-from glue_compiler.graph_pass import Numerics, Stage
 from glue_compiler.ops.device_rates import Rates
 from glue_compiler.passes import plan_memory
 from glue_compiler.passes.plan_memory import moves
 from glue_compiler.passes.plan_memory.segments import segmentations
-from glue_compiler.pipeline import PassReport
+from glue_compiler.pipeline import registry
+from glue_compiler.pipeline.results import Numerics, PassReport, Stage
 from tests.captured import compile_with_glue
 from tests.passes.overlap_offload.models import Block, Blocks, equal, step
+from tests.slow import one_in
 
 ON = {"passes": {"plan_memory": True}}
 
@@ -149,7 +149,7 @@ class Gated(Plain):
         return x
 
 
-@pytest.mark.parametrize("share", [0.9, 0.75, 0.6])
+@pytest.mark.parametrize("share", one_in(3, [0.75, 0.9, 0.6]))
 def test_what_the_backward_of_every_layer_reads_is_not_planned_to_move(share, moves_anything):
     model, x = Gated(8), torch.randn(256, 16)
     large, _ = planned(model, x, memory_budget=2**40)
@@ -161,6 +161,7 @@ def test_what_the_backward_of_every_layer_reads_is_not_planned_to_move(share, mo
     assert not found.skips
 
 
+@pytest.mark.slow
 def test_nothing_moves_behind_a_plan_that_moves_nothing(monkeypatch):
     """Nor is a budget that it keeps said to be missed, by what other ways to keep it would take."""
     monkeypatch.setattr(plan_memory.PlanMemory, "cache_options", lambda self, options: None)
@@ -179,7 +180,7 @@ def test_nothing_moves_behind_a_plan_that_moves_nothing(monkeypatch):
     assert offload.counts["predicted_peak"] <= offload.counts["memory_budget"]
 
 
-@pytest.mark.parametrize("share", [0.8, 0.55])
+@pytest.mark.parametrize("share", one_in(2, [0.8, 0.55]))
 @pytest.mark.parametrize("seconds_a_byte", [1e-12, 3e-9])
 def test_what_compute_hides_is_moved(share, seconds_a_byte, monkeypatch):
     """All of it, and the finished graphs take what was predicted."""
@@ -206,15 +207,6 @@ def test_an_operator_that_is_not_known_is_not_computed_again():
     assert [joint_graphs.may_recompute(node) for node in (known, drawn, written, collective)] == [True, *[False] * 3]
     drawn.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE  # the user's checkpoint replays its numbers
     assert joint_graphs.may_recompute(drawn)
-
-
-@pytest.fixture
-def steps_read(monkeypatch):
-    """Each step that is planned in a test, with its nodes."""
-    found = []
-    own = plan_memory.read_step
-    monkeypatch.setattr(plan_memory, "read_step", lambda *given: found.append(own(*given)) or found[-1])
-    return found
 
 
 @pytest.mark.parametrize("writes", ["nothing", "a buffer", "a parameter's data", "a detached parameter"])
@@ -437,4 +429,11 @@ def test_a_plan_that_is_missed_is_made_tighter_twice_before_its_moves_are_given_
 
 def report_of_a_plan(seconds):
     counts = {"moved_bytes": 1, "peak": 100, "held": 400, "least_peak": 8}
-    return PassReport("plan_memory", Stage.JOINT, Numerics.BITWISE, True, counts, milliseconds=seconds * 1e3)
+    return PassReport(
+        name="plan_memory",
+        stage=Stage.JOINT,
+        numerics=Numerics.BITWISE,
+        changed=True,
+        counts=counts,
+        milliseconds=seconds * 1e3,
+    )

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks.checkpoint_decoder import Decoder, Shape, batch_of
-from glue_compiler.testing import compile_and_keep
+from tests.captured import compile_and_keep
 from tests.passes.gpu_steps import Steps, assert_as_close
 
 pytestmark = pytest.mark.gpu

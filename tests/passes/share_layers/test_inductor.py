@@ -43,6 +43,7 @@ def rows(count):
     return torch.linspace(-1, 1, 8 * count, dtype=torch.float64).view(count, 8)
 
 
+@pytest.mark.slow
 def test_bodies_do_not_overwrite_what_they_take():
     assert compare(OneWeight(), rows(8)).counts["bodies"] >= 1
 
@@ -73,6 +74,7 @@ class Convolution(nn.Module):
         return h + (z.sin() * z.cos() + z.sigmoid() * z.tanh()) * ((z * 0.5).exp() + z.abs()).rsqrt()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "norm", "shared"), [(nn.Conv2d, nn.BatchNorm2d, False), (nn.Conv1d, nn.BatchNorm1d, True)]
 )

@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from glue_compiler.compat.operators import computes_alone
 from glue_compiler.fx.training_pair import TrainingPair
 from glue_compiler.passes.share_layers.steps import described, draws_numbers
 from glue_compiler.testing import capture, run_pass
@@ -44,6 +45,7 @@ def test_two_kinds_of_layers_are_two_bodies():
     assert run_pass(two, "share_layers").counts["bodies"] == run_pass(one, "share_layers").counts["bodies"] + 1
 
 
+@pytest.mark.slow
 def test_kinds_of_layers_may_take_turns():
     assert run_both(Layers([Layer(eps=1e-6 if i % 3 else 1e-5) for i in range(16)])).changed
 
@@ -83,6 +85,7 @@ def test_each_layer_draws_its_own_random_numbers():
     assert run_both(Layers(layers(p=0.5))).counts["calls"] >= 2 * 10
 
 
+@pytest.mark.slow
 def test_checkpointed_layers_draw_the_same_numbers_again():
     class Checkpointed(Layer):
         def forward(self, x, table):
@@ -130,6 +133,7 @@ class Filled(Layer):
         return super().forward(x, table) * torch.full((8,), 0.5, dtype=x.dtype)
 
 
+@pytest.mark.slow
 def test_constants_are_made_in_bodies():
     assert run_both(Layers([Filled() for _ in range(12)])).changed
     (pair,) = capture(Layers([Filled() for _ in range(12)]).double(), ids(), stage="partitioned")
@@ -185,6 +189,7 @@ def test_a_generator_of_one_graph_alone_stays():
     assert len(pair.forward.graph.find_nodes(op="placeholder")) == 4
 
 
+@pytest.mark.slow
 def test_buffers_that_layers_update_are_updated():
     class Counts(Layer):
         def __init__(self):
@@ -225,6 +230,7 @@ def test_other_lengths(dynamic):
     assert run_both(Layers(layers()), ids(5), ids(7), ids(6), dynamic=dynamic).changed
 
 
+@pytest.mark.slow
 def test_what_comes_out_of_a_body_is_no_view_for_autograd():
     class Scaled(Layers):
         def forward(self, numbers):
@@ -333,6 +339,61 @@ def test_a_write_is_no_part_of_a_body():
     assert any("may do more" in reason for reason in run.skip_reasons)
     writes = [node for node in pair.forward.graph.nodes if node.target is torch.ops.aten.add_.Tensor]
     assert len(writes) == 8
+
+
+@torch.library.custom_op("share_layers::packed_linear", mutates_args=())
+def packed_linear(x: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
+    return x @ packed.to(x.dtype).t()
+
+
+@packed_linear.register_fake
+def _(x, packed):
+    return x.new_empty(*x.shape[:-1], packed.shape[0])
+
+
+packed_linear.register_autograd(
+    lambda ctx, gradient: (gradient @ ctx.saved_tensors[0].to(gradient.dtype), None),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[1]),
+)
+
+
+class PackedLayer(Layer):
+    """Two of its weights are integers, as those of a base of 4 bits are."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("first", torch.randint(-2, 3, (16, 8), dtype=torch.int8))
+        self.register_buffer("second", torch.randint(-2, 3, (8, 16), dtype=torch.int8))
+
+    def forward(self, x, table):
+        return super().forward(x + 0.1 * packed_linear(packed_linear(x, self.first).tanh(), self.second), table)
+
+
+@pytest.mark.slow
+def test_operators_of_other_packages_run_in_bodies():
+    torch.manual_seed(0)
+    model = Layers([PackedLayer() for _ in range(12)])
+    run_both(model)
+    (pair,) = capture(model, ids(), stage="partitioned")
+    run_pass(pair, "share_layers")
+    outside = [node for node in pair.forward.graph.nodes if node.target is torch.ops.share_layers.packed_linear.default]
+    assert len(outside) <= 2 * 2  # of the first layer and the last, which may have no other alike
+
+
+@pytest.mark.parametrize(
+    ("operator", "expected"),
+    [
+        (torch.ops.aten.add.Tensor, True),
+        (torch.ops.aten.view.default, True),
+        (torch.ops.aten.add_.Tensor, False),
+        (torch.ops.share_layers.packed_linear.default, True),
+        (torch.ops._c10d_functional.all_reduce.default, False),
+        (torch.ops.profiler._record_function_enter_new.default, False),
+    ],
+    ids=str,
+)
+def test_which_operators_compute_alone(operator, expected):
+    assert computes_alone(operator) is expected
 
 
 @pytest.mark.slow

@@ -270,7 +270,7 @@ HIDDEN = {
 }
 
 
-@pytest.mark.parametrize("eager", [True, False], ids=["the graph", "compiled"])
+@pytest.mark.parametrize("eager", one_in(2, [True, False]), ids=["the graph", "compiled"])
 @pytest.mark.parametrize("share", [0.5, 0.15], ids=["no empty rows", "empty rows"])
 @pytest.mark.parametrize("hidden", one_in(2, HIDDEN))
 @pytest.mark.parametrize("shape", [(1, 2, T, T), (2, 1, 1), (1, 1, T, 1)], ids=str)

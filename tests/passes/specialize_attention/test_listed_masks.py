@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from glue_compiler.testing import compile_and_keep
-from tests.captured import count
+from tests.captured import compile_and_keep, count
 from tests.passes.specialize_attention.attention import (
     LENGTH,
     assert_as_eager,

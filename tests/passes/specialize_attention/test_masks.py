@@ -265,7 +265,7 @@ UNKNOWN = {
     "a number made a tensor, then written": (
         lambda: torch.where(causal(), number(0.0).sub_(1), -1e30),
         [],
-        "more than 0",
+        "neither 0 nor below",
     ),
     "numbers made a tensor": (lambda: torch.where(causal(), number([0.0, -1.0] * (T // 2)), -1e30), [], "more than 0"),
     "a bias that hides little": (lambda: added(causal(), low=-5.0), [], "neither 0 nor below"),

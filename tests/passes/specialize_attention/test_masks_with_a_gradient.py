@@ -5,10 +5,10 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from glue_compiler.testing import compile_and_keep
-from tests.captured import count
+from tests.captured import compile_and_keep, count
 from tests.passes.specialize_attention.attention import LENGTH, assert_as_eager, counts, inputs, run_as, specialized
 from tests.passes.specialize_attention.test_listed_masks import LISTED, biases, random_mask, sdpa, tokens
+from tests.slow import one_in
 
 T = LENGTH
 mask_blocks = torch.ops.glue.mask_blocks.default
@@ -22,7 +22,7 @@ def learned(*shape):
     return biases(*shape).requires_grad_()
 
 
-@pytest.mark.parametrize("eager", [True, False], ids=["the graph", "compiled"])
+@pytest.mark.parametrize("eager", one_in(2, [True, False]), ids=["the graph", "compiled"])
 @pytest.mark.parametrize("call", [sdpa, added], ids=["sdpa", "written out"])
 @pytest.mark.parametrize("shape", [(1, 2, T, T), (T, T), (2, 2, T, T), (2, 1, 1, T), (1, 2, T, 1), (1, 1)])
 def test_a_mask_with_a_gradient(call, shape, eager):
@@ -137,6 +137,7 @@ def test_a_mask_with_a_gradient_under_autocast(call):
         torch.testing.assert_close(got, want, rtol=5e-2, atol=5e-2 * float(want.detach().abs().max()))
 
 
+@pytest.mark.slow
 def test_a_mask_with_a_gradient_of_sizes_that_vary():
     def fn(query, key, value, table):
         return sdpa(query, key, value, relative(table, query.shape[2]))

@@ -55,7 +55,7 @@ def test_other_products_are_left_alone(name):
 
 @pytest.mark.parametrize(
     ("weigh", "reasons"),
-    [(lambda s: F.dropout(F.softmax(s, -1), 0.0), 1), (lambda s: F.softmax(s, -2), 0), (F.relu, 0)],
+    [(lambda s: F.dropout(F.softmax(s, -1), 0.0), 1), (lambda s: F.softmax(s, -2), 1), (F.relu, 0)],
 )
 def test_softmax_between_products_of_three_dimensions_says_why_it_stays(weigh, reasons):
     given = [each.detach().transpose(0, 2).flatten(1, 2).transpose(0, 1) for each in inputs()]
@@ -103,7 +103,7 @@ SUMS = {
     "zeros that have a gradient": (summed(lambda q: q[..., :1].sum() * zeros(q)), LISTED),
     "a negative factor": (summed(zeros, alpha=-0.5), "its scale is -0.5"),
     "twice itself": (summed(zeros, lambda *args: torch.baddbmm(*args) * 2), {"causal": 1}),
-    "in place": (summed(zeros, lambda added, *factors: added.baddbmm_(*factors)), "changed in another way"),
+    "in place": (summed(zeros, lambda added, *factors: added.baddbmm_(*factors)), "numbers are added"),
 }
 
 

@@ -114,6 +114,7 @@ def test_whole_rows(kind, forms, attention):
     assert_forms(run, forms)
 
 
+@pytest.mark.slow
 def test_gradient_checkpointing():
     model = tiny("qwen3", "sdpa").train()
     model.gradient_checkpointing_enable()
@@ -122,6 +123,7 @@ def test_gradient_checkpointing():
     assert_forms(run, {"packed": 1})
 
 
+@pytest.mark.slow
 def test_an_encoder_with_a_window_on_both_sides():
     model = tiny("modernbert", "sdpa").eval()
     run = specialized(model, eager=False)
@@ -151,6 +153,7 @@ def test_padding(kind, side):
     assert len(run.graphs) == 1
 
 
+@pytest.mark.slow
 def test_padding_added_to_the_scores_is_read():
     """Queries that see no key get what eager gives them."""
     model = tiny("llama", "eager").eval()

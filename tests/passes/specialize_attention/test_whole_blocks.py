@@ -1,5 +1,7 @@
 """Masks that are copied to whole blocks, for lengths that kernels do not know for multiples of them; near misses."""
 
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -142,3 +144,9 @@ def test_numbers_with_a_gradient_stay():
 )
 def test_what_pays(queries, keys, device, pays):
     assert whole_blocks_pay(queries, keys, device) is pays
+
+
+@pytest.mark.parametrize(("gib", "queries", "pays"), [(24, 16_000, True), (24, 20_000, False), (80, 20_000, True)])
+def test_a_second_mask_takes_no_more_of_a_small_card(monkeypatch, gib, queries, pays):
+    monkeypatch.setattr(sys.modules[whole_blocks_pay.__module__], "size_of", lambda device: gib * 2**30)
+    assert whole_blocks_pay(queries - 1, queries - 1, CUDA) is pays

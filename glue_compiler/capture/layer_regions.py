@@ -1,0 +1,271 @@
+"""Layers that are alike become regions: Python runs their loop, and each kind of layer is compiled once.
+
+Where the frame that Dynamo converts comes to such a layer, the graph ends. Python makes the call, and Dynamo converts
+the layer's own function, with the checkpoint inside; as weights are inputs of a graph, one serves all layers of a kind.
+
+What makes a layer is structure: four or more modules of one class and of equal parameter shapes lie beside each other
+in a module; one instruction calls them over and over, and each call takes what the one before has made. Experts, the
+products of an attention and branches that run side by side are no regions, and a layer is not divided again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import CodeType
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx, nn
+
+from glue_compiler.compat import dynamo_tracing, frame_places, layer_calls
+from glue_compiler.compat.layer_calls import ModuleCall
+
+LEAST_LAYERS = 4
+LEAST_OPERATORS = 12
+"""Of one call. Less is not worth the call of a graph of its own."""
+MOST_COMPILES = 16
+"""Of one kind: for fixed and for varying sizes, training, evaluation, frozen inputs. More shows that none is shared."""
+
+
+_Shape = tuple[type[nn.Module], tuple[tuple[str, torch.Size], ...]]
+
+
+class _Kind(NamedTuple):
+    """Modules of one class and of equal parameter shapes beside each other in a module, whose id is ``parent``."""
+
+    parent: int
+    shape: _Shape
+
+
+@dataclass(eq=False)
+class LayerKind:
+    """Layers that share compiled code.
+
+    ``name``: of their class. ``layers``: how many there are in their model. ``reasons``: why calls were not compiled.
+    """
+
+    name: str
+    layers: int
+    compiles: int = 0
+    reasons: set[str] = field(default_factory=set)
+
+    def __str__(self) -> str:
+        return f"{self.name} x{self.layers}"
+
+
+class KnownLayers:
+    """Of one backend: the modules that are regions, and the functions of modules around them."""
+
+    def __init__(self) -> None:
+        self._members: weakref.WeakKeyDictionary[nn.Module, LayerKind] = weakref.WeakKeyDictionary()
+        self._kinds: dict[_Shape, LayerKind] = {}
+        self._around: weakref.WeakKeyDictionary[nn.Module, set[CodeType]] = weakref.WeakKeyDictionary()
+        self._lock = threading.Lock()
+        self._converting = threading.local()
+
+    def kind_of(self, module: nn.Module) -> LayerKind | None:
+        return self._members.get(module)
+
+    def kind_of_frame(self, frame: Any) -> LayerKind | None:
+        """The kind of the layer whose function Dynamo is about to convert; also of one that took another's place."""
+        module = frame_places.first_of_frame(frame) if self._kinds else None
+        if not isinstance(module, nn.Module) or not layer_calls.hold_tensor(frame.f_locals.values()):
+            return None
+        return self._members.get(module) or self._kinds.get(_shape(module))
+
+    def runs_in_python(self, kind: LayerKind, frame: Any, record: Callable[[str], None]) -> bool:
+        """Is a call of a layer left as it is? ``record`` is called with the reason, once for each."""
+        own = layer_calls.object_among(frame.f_locals.values())
+        reason = None
+        if own is not None:
+            reason = _own_part(own)
+        elif kind.compiles == MOST_COMPILES:
+            reason = f"{kind} was compiled {MOST_COMPILES} times, and this call fits none"
+        if reason is None:
+            kind.compiles += 1
+        elif reason not in kind.reasons:
+            kind.reasons.add(reason)
+            record(reason)
+        return reason is not None
+
+    def add(self, layer: nn.Module, kinds: Mapping[nn.Module, _Kind]) -> LayerKind:
+        """``layer``, and those of its kind, are regions.
+
+        Those of other kinds may be called by the same loop, which is Python's now: each is known when its turn comes.
+        """
+        with self._lock:
+            for kind, count in Counter(kinds.values()).items():
+                self._kinds.setdefault(kind.shape, LayerKind(kind.shape[0].__name__, count))
+            found = self._kinds[kinds[layer].shape]
+            self._members.update({module: found for module, kind in kinds.items() if kind == kinds[layer]})
+            return found
+
+    def lie_in(self, module: nn.Module, function: CodeType) -> bool:
+        """Does this function of ``module`` call layers, itself or through others?"""
+        return function in self._around.get(module, ())
+
+    def add_around(self, module: nn.Module, function: CodeType) -> None:
+        with self._lock:
+            self._around.setdefault(module, set()).add(function)
+
+    @property
+    def converting(self) -> LayerKind | None:
+        """The kind of layer that this thread's Dynamo converts now."""
+        return getattr(self._converting, "kind", None)
+
+    @contextlib.contextmanager
+    def conversion(self, kind: LayerKind | None) -> Iterator[None]:
+        before, self._converting.kind = self.converting, kind
+        try:
+            yield
+        finally:
+            self._converting.kind = before
+
+    def clear(self) -> None:
+        self._members.clear()
+        self._kinds.clear()
+        self._around.clear()
+
+
+@dataclass
+class _Seen:
+    """The latest call of a kind: the loop it is made in, and what it added to the graph."""
+
+    call: ModuleCall
+    at: int | None
+    graph: fx.Graph
+    start: int
+    operators: int = 0
+    end: int = 0
+
+    def is_followed_by(self, call: ModuleCall) -> bool:
+        """Is ``call`` of the same loop, and takes what this call has made?"""
+        if call.frame is not self.call.frame or call.at != self.at or self.operators < LEAST_OPERATORS:
+            return False
+        if call.graph is not self.graph:  # each in the body of an operator of its own
+            return True
+        return layer_calls.depends_on(call.arguments, list(self.graph.nodes)[self.start : self.end])
+
+
+@dataclass
+class LayerRegions(dynamo_tracing.TracingObserver):
+    """Ends the graph that is being traced where layers begin.
+
+    Args:
+        refusal: why no graph ends, though layers are found.
+    """
+
+    known: KnownLayers
+    refusal: str | None = None
+    refused: dict[str, None] = field(default_factory=dict)
+    """Why layers that were found are no regions, in order."""
+    _kinds: dict[nn.Module, _Kind] = field(default_factory=dict)
+    _walked: set[nn.Module] = field(default_factory=set)
+    _seen: dict[_Kind, _Seen] = field(default_factory=dict)
+    _inside: ModuleCall | None = None
+    """The call of a layer that is being traced: what it calls is its own."""
+
+    def begins(self) -> None:
+        self._seen, self._inside = {}, None
+
+    def calls(self, call: ModuleCall) -> str | None:
+        # What takes no tensor, as a wrapper's ``__getattr__``, is no call of a layer.
+        if self._inside is not None or call.may_not_break or not layer_calls.take_tensor(call.arguments):
+            return None
+        kind = self.known.kind_of(call.module)
+        if kind is None and self.known.lie_in(call.module, call.code):
+            return "layers that are compiled by themselves" if self._refusal(call.frame, ()) is None else None
+        if kind is None and not self._is_layer(call):
+            return None
+        refusal = self._refusal(call.frame, call.arguments)
+        if refusal is None and layer_calls.is_never_converted(call.module):
+            refusal = f"Dynamo converts no function of {type(call.module).__name__} by itself"
+        if refusal is not None:
+            self.refused[refusal] = None
+            self._inside = call
+            return None
+        kind = kind or self.known.add(call.module, self._kinds)
+        for module, code in _around(call.frame):
+            self.known.add_around(module, code)
+        return f"{kind} is compiled by itself"
+
+    def called(self, call: ModuleCall) -> None:
+        if self._inside is call:
+            self._inside = None
+            kind = self._kinds.get(call.module)
+            seen = None if kind is None else self._seen.get(kind)
+            if seen is not None and seen.call is call:
+                seen.operators, seen.end = dynamo_tracing.nodes_made() - call.nodes, len(seen.graph.nodes)
+
+    def _is_layer(self, call: ModuleCall) -> bool:
+        """Does ``call`` show that its module is one of several layers? The first call of a kind shows nothing."""
+        kind = self._kind(call)
+        if kind is None:
+            return False
+        seen = self._seen.get(kind)
+        if seen is not None and seen.is_followed_by(call):
+            return True
+        self._seen[kind] = _Seen(call, call.at, call.graph, len(call.graph.nodes))
+        self._inside = call
+        return False
+
+    def _kind(self, call: ModuleCall) -> _Kind | None:
+        """What the module has in common with three others or more beside it; None if there are none."""
+        if call.module not in self._kinds:
+            for module in _holders(call.frame):
+                if module not in self._walked:
+                    self._walked.update(module.modules())
+                    self._kinds.update(_kinds_in(module))
+        return self._kinds.get(call.module)
+
+    def _refusal(self, frame: Any, arguments: Iterable[Any]) -> str | None:
+        if self.refusal is not None:
+            return self.refusal
+        if dynamo_tracing.bodies_around(frame):
+            return "layers are called in the body of a checkpoint or of another operator, which is one graph"
+        own = layer_calls.object_in(arguments)
+        return None if own is None else _own_part(own)
+
+
+def _own_part(own: type) -> str:
+    return f"layers are handed a {own.__name__}, of which each may have a part of its own"
+
+
+def _holders(frame: Any) -> Iterator[nn.Module]:
+    """Modules in local names of the functions being traced, the innermost function's first."""
+    while frame is not None:
+        for variable in layer_calls.local_variables(frame).values():
+            module = layer_calls.module_behind(variable)
+            if module is not None:
+                yield module
+        frame = getattr(frame, "parent", None)
+
+
+def _around(frame: Any) -> Iterator[tuple[nn.Module, CodeType]]:
+    """The functions of modules that are being traced, but for the one that Dynamo converts."""
+    while getattr(frame, "parent", None) is not None:
+        module = frame_places.first_argument(frame)
+        if isinstance(module, nn.Module):
+            yield module, frame.f_code
+        frame = frame.parent
+
+
+def _kinds_in(root: nn.Module) -> dict[nn.Module, _Kind]:
+    """Modules that have three others or more of their kind beside them → their kind."""
+    found: dict[nn.Module, _Kind] = {}
+    for parent in root.modules():
+        children = [child for child in parent.children() if next(child.children(), None) is not None]
+        if len(children) >= LEAST_LAYERS:
+            kinds = {child: _Kind(id(parent), _shape(child)) for child in children}
+            counts = Counter(kinds.values())
+            found.update({child: kind for child, kind in kinds.items() if counts[kind] >= LEAST_LAYERS})
+    return found
+
+
+def _shape(module: nn.Module) -> _Shape:
+    return type(module), tuple((name, parameter.shape) for name, parameter in module.named_parameters())

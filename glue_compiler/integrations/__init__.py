@@ -1,0 +1,1 @@
+"""What other programs find glue by: accelerate and pytest."""

@@ -1,0 +1,1 @@
+"""glue's kernels compiled for cards that are not here: what they take of shared memory and registers."""

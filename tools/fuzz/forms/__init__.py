@@ -1,0 +1,1 @@
+"""Forms of one computation that mean the same: tests go through all of them."""
