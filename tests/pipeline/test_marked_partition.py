@@ -177,5 +177,5 @@ def test_what_changes_no_peak_does_not_run_where_a_step_is_tried_out_for_its_pea
     pipeline = Pipeline(registry.all_passes(), GlueOptions(memory_budget=1, compiler="aot_eager"))
     on_pairs = [each for each in pipeline.step_passes(pair.forward) if isinstance(each, PairPass)]
     assert {each.name: each.changes_peak for each in on_pairs} == {"overlap_offload": True, "share_layers": False}
-    assert _excess(pipeline, [plan_memory.PlanMemory()], on_pairs, (pair.forward, pair.backward), pair.num_outputs) > 0
+    assert _excess(pipeline, plan_memory.PlanMemory(), on_pairs, (pair.forward, pair.backward), pair.num_outputs) > 0
     assert not seen

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from tests.stacks.report import Report
@@ -17,3 +19,11 @@ def report(tmp_path, monkeypatch):
     monkeypatch.setenv("GLUE_DUMP", str(folder))
     monkeypatch.setenv("GLUE_COMPILER", "aot_eager")
     return Report(folder)
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerate():
+    """Its state holds the backend of the run before."""
+    yield
+    if "accelerate" in sys.modules:
+        sys.modules["accelerate"].state.AcceleratorState._reset_state(reset_partial_state=True)

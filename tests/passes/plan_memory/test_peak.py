@@ -19,15 +19,19 @@ from tests.passes.plan_memory.test_gradients import Checkpointed, Stack
 
 
 def most_allocated(run, path):
-    """The most bytes at a time that ``run`` holds of what it allocates."""
+    """The most bytes at a time that ``run`` holds of what it allocates; what is freed beside it was there before."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         run()
     seen.export_chrome_trace(str(path))
     events = [event for event in json.loads(path.read_text())["traceEvents"] if event.get("name") == "[memory]"]
-    total = most = 0
+    held, most = {}, 0
     for event in sorted(events, key=lambda event: event["ts"]):
-        total += event["args"]["Bytes"]
-        most = max(most, total)
+        address, size = event["args"]["Addr"], event["args"]["Bytes"]
+        if size > 0:
+            held[address] = size
+        else:
+            held.pop(address, None)
+        most = max(most, sum(held.values()))
     return most
 
 
