@@ -12,7 +12,8 @@ A step is forward, backward, clipping of the gradients and AdamW. The table at t
 median, best and worst milliseconds of a step with the fixed total, tokens per second and the share of what the card
 does in one large product; microseconds for a token with totals that vary, and the ratio to that with the fixed one;
 graphs that were compiled, glue's warnings, memory; seconds of the first step, caches empty, of a first step with full
-ones (``--warm``, one variant after the other, those that compile), and until both compiles were done; the last loss;
+ones (``--warm``, one variant after the other, those that compile), and until both compiles were done; seconds of 100
+steps with the fixed total, that first one and 99 of the median; the last loss;
 of plans, the GiB that are predicted of the graph alone, and what it took in its second or third step.
 
 Variants: ``flex`` is Inductor with transformers' flex_attention, ``fa2`` and ``fa4`` with its flash_attention_2 and
@@ -24,7 +25,9 @@ kept for backward within ``memory_budget=B`` (``plan-9.6GiB``). In ``glue-update
 AdamW are compiled too; the others have torch's fused AdamW.
 ``liger`` is eager, the model patched by Liger (package ``liger-kernel``), its loss without logits among them. A
 variant that ends in ``-layers`` compiles each decoder layer by itself (``layer.compile(...)``), as FSDP2 recipes do;
-masks, rotary tables and the loss are eager then, and equal layers share their graphs.
+masks, rotary tables and the loss are eager then, and equal layers share their graphs. ``glue-regions`` has
+``regions="auto"``, ``flex-regions`` what a user can write by hand in its place: layers with their checkpoints inside,
+head and loss. ``-cudagraphs`` have ``mode="reduce-overhead"``.
 
 Other libraries train a row with models, kernels, losses and compilation of their own, from the row's random weights, on
 the row's batches: ``torchtune``, ``torchtitan`` (with flex_attention; ``torchtitan-varlen`` with torch's varlen kernel)
@@ -292,7 +295,17 @@ def run_all(cases: list[tuple[str, str]], arguments: argparse.Namespace, caches:
             is_cached = variant_of(each.variant).is_compiled and not is_planned(each.variant)
             if "failed" not in (each.result or {}) and is_cached:
                 _measure_warm(each, caches, arguments.limit)
+    for each in found:
+        each.result = {**(each.result or {}), **hundred_steps(each.result or {})}
     return found
+
+
+def hundred_steps(result: dict[str, Any]) -> dict[str, float]:
+    """Seconds that a run of 100 steps with the fixed total takes: the first one, caches empty and full, and 99 more."""
+    kinds = {"hundredth_s": result.get("first_s"), "hundredth_warm_s": result.get("warm_s")}
+    if "fixed_ms" not in result:
+        return {}
+    return {name: first + 99 * result["fixed_ms"] / 1e3 for name, first in kinds.items() if first is not None}
 
 
 def time_all(found: list[Running], limit: float) -> None:

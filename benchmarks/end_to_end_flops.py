@@ -28,9 +28,13 @@ def flops_of_weights(workload: Workload) -> float:
     share = getattr(config, "num_experts_per_tok", 1) / experts
     products = {weight for module in workload.model.modules() for weight in _weights_of_products(module)}
     return sum(
-        2.0 * weight.numel() * (share if weight.dim() == 3 else 1) * (3 if weight.requires_grad else 2)
+        2.0 * _elements(weight) * (share if weight.dim() == 3 else 1) * (3 if weight.requires_grad else 2)
         for weight in products
     )
+
+
+def _elements(weight: nn.Parameter) -> int:
+    return weight.numel() * (2 if weight.dtype == torch.uint8 else 1)  # weights of 4 bits lie two in a byte
 
 
 def _weights_of_products(module: nn.Module) -> list[nn.Parameter]:

@@ -100,6 +100,18 @@ def large_lora(family: str, size: Size, device: str, attention: str, dtype: torc
     return replace(_packed(model, device), model=adapted)
 
 
+def large_qlora(family: str, size: Size, device: str, attention: str) -> Workload:
+    """The same on a base of 4 bits: bitsandbytes' NF4, double quantisation, computed in bf16; the head stays in bf16."""
+    import peft
+
+    model = _causal_model(family, size, device, attention)
+    _quantize(model)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    adapters = peft.LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
+    adapted = peft.get_peft_model(model, adapters, autocast_adapter_dtype=False)
+    return replace(_packed(model, device), model=adapted)
+
+
 def large_lora_autocast(family: str, size: Size, device: str, attention: str) -> Workload:
     """The same, weights in fp32, forward under autocast to bf16."""
     return _under_autocast(large_lora(family, size, device, attention, torch.float32), device)
@@ -130,6 +142,10 @@ ROWS = {
     "qwen3-8b-lora": Row(partial(large_lora, "qwen3_8b"), tokens=16384),
     "qwen3-8b-lora-autocast": Row(partial(large_lora_autocast, "qwen3_8b"), tokens=16384),
     "qwen3-14b-lora": Row(partial(large_lora, "qwen3_14b"), tokens=32768),
+    "qwen3-lora": Row(partial(large_lora, "qwen3"), tokens=2048),
+    "llama-8b-qlora": Row(partial(large_qlora, "llama_8b"), tokens=2048),
+    "qwen3-8b-qlora": Row(partial(large_qlora, "qwen3_8b"), tokens=2048),
+    "qwen3-14b-qlora": Row(partial(large_qlora, "qwen3_14b"), tokens=2048),
     "gemma3-1b": Row(gemma3_1b),
     "gpt-oss": Row(gpt_oss, tokens=2048, layers=4),
     "qwen3-moe": Row(qwen3_moe, layers=4),
@@ -174,6 +190,28 @@ def _causal_model(family: str, size: Size, device: str, attention: str, dtype: t
     config = AutoConfig.for_model(family, use_cache=False, max_position_embeddings=131072, **special, **settings)
     with torch.device(device):
         return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention).train()
+
+
+def _quantize(model: Any) -> None:
+    """Each linear layer but the head, as transformers does when it loads a model in 4 bits."""
+    import bitsandbytes
+
+    for parent in list(model.model.modules()):
+        for name, layer in list(parent.named_children()):
+            if type(layer) is nn.Linear:
+                made = bitsandbytes.nn.Linear4bit(
+                    *(layer.in_features, layer.out_features),
+                    bias=layer.bias is not None,
+                    compute_dtype=torch.bfloat16,
+                    quant_type="nf4",
+                    device="meta",
+                )
+                weight = layer.weight.detach()
+                made.weight = bitsandbytes.nn.Params4bit(weight, requires_grad=False, quant_type="nf4", module=made)
+                made.bias = layer.bias
+                setattr(parent, name, made.to(weight.device))
+    model.requires_grad_(False)
+    model.is_loaded_in_4bit = True
 
 
 def document_lengths(positions: Tensor) -> list[int]:

@@ -16,6 +16,8 @@ COLUMNS = {
     "first_s": "first s",
     "warm_s": "warm s",
     "ready_s": "ready s",
+    "hundredth_s": "100 steps s",
+    "hundredth_warm_s": "warm 100 steps s",
     "loss": "last loss",
     "planned GiB": "planned GiB",
 }

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 import torch._functorch.config
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks import peer_torchtitan, peer_torchtune, peer_unsloth
 from benchmarks.end_to_end_rows import ROWS, Size, Workload
-from benchmarks.peers import base_of
+from benchmarks.peers import Outcome, base_of
 from glue_compiler.pipeline import registry
 
 
@@ -26,7 +26,8 @@ class Variant:
         compiler: "glue", "inductor" or, for eager, None.
         attention: transformers' name for it.
         by_layers: each decoder layer by itself; what is around the layers stays eager.
-        options: glue's.
+        by_regions: what a user can write by hand: each decoder layer with its checkpoint inside, and head and loss.
+        options: glue's, or Inductor's.
         is_patched: by Liger.
         recomputes: backward computes again all that is fused and no product (torch's aggressive_recomputation).
         peer: of another library, (row, size, device, what compiles) → what is trained, compiled.
@@ -36,6 +37,7 @@ class Variant:
     compiler: str | None
     attention: str = "sdpa"
     by_layers: bool = False
+    by_regions: bool = False
     options: tuple[tuple[str, Any], ...] = ()
     is_patched: bool = False
     recomputes: bool = False
@@ -61,6 +63,8 @@ class Variant:
         if self.compiler is None:
             return workload.model
         how = self._how(compiler)
+        if self.by_regions:
+            return Regions(workload, how)
         if not self.by_layers:
             return torch.compile(workload.model, **how)
         for layer in workload.layers:
@@ -83,7 +87,42 @@ class Variant:
     def _how(self, compiler: str) -> dict[str, Any]:
         if self.compiler == "glue":
             return {"backend": "glue", "options": {"compiler": compiler, **dict(self.options)}}
-        return {"backend": compiler}
+        return {"backend": compiler, **({"options": dict(self.options)} if self.options else {})}
+
+
+class _Checkpointed(nn.Module):
+    """A decoder layer whose checkpoint, which transformers has in the layer's own call, is compiled with it."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.layer(*args, **kwargs)
+
+
+class Regions:
+    """A model of transformers whose layers are compiled one by one with their checkpoints, and its head with the loss;
+    embedding, masks and rotary tables are eager."""
+
+    def __init__(self, workload: Workload, how: dict[str, Any]) -> None:
+        base = base_of(workload)
+        self._body = base.model
+        for place, layer in enumerate(workload.layers):
+            workload.layers[place] = region = _Checkpointed(layer)
+            region.compile(**how)
+
+        def loss_of(hidden: Tensor, labels: Tensor) -> Tensor:
+            loss: Tensor = base.loss_function(
+                logits=base.lm_head(hidden), labels=labels, vocab_size=base.config.vocab_size
+            )
+            return loss
+
+        self._loss_of = torch.compile(loss_of, **how)
+
+    def __call__(self, input_ids: Tensor, position_ids: Tensor, labels: Tensor) -> Outcome:
+        hidden = self._body(input_ids=input_ids, position_ids=position_ids).last_hidden_state
+        return Outcome(self._loss_of(hidden, labels))
 
 
 def _patch_by_liger(model: Any) -> None:
@@ -96,6 +135,9 @@ def _glue_with(*names: str) -> Variant:
     """glue with these passes alone."""
     return Variant("glue", options=(("passes", {each.name: each.name in names for each in registry.all_passes()}),))
 
+
+CUDA_GRAPHS = (("triton.cudagraphs", True),)
+"""What ``mode="reduce-overhead"`` stands for."""
 
 VARIANTS = {
     "glue": Variant("glue"),
@@ -115,6 +157,10 @@ VARIANTS = {
     "glue-unshared": Variant("glue", options=(("passes", {"share_layers": False}),)),
     "glue-offload": Variant("glue", options=(("offload", "checkpoints"),)),
     "glue-layers": Variant("glue", by_layers=True),
+    "glue-regions": Variant("glue", options=(("regions", "auto"),)),
+    "flex-regions": Variant("inductor", "flex_attention", by_regions=True),
+    "glue-cudagraphs": Variant("glue", options=CUDA_GRAPHS),
+    "flex-cudagraphs": Variant("inductor", "flex_attention", options=CUDA_GRAPHS),
     "glue-update": Variant("glue", compiles_update=True),
     "flex-update": Variant("inductor", "flex_attention", compiles_update=True),
     "inductor-layers": Variant("inductor", by_layers=True),

@@ -2,8 +2,8 @@
 
 FastLanguageModel from a local folder, without a network: its own classes and kernels, its adapters, its checkpoints
 that are offloaded ("unsloth") where the row's are, its loss without logits, the documents' lengths as its collator has
-them, and the precision that its trainer chooses. Weights are in 16 bits, as the row's are. It patches torch and
-transformers in the process in which it is imported.
+them, and the precision that its trainer chooses. Weights are in 16 bits, or in 4 where the row's are. It patches torch
+and transformers in the process in which it is imported.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks.end_to_end_rows import Size, Workload
 from benchmarks.peers import Outcome, adapters_of, base_of, checkpoint_of, imported, published, with_lengths
 
 HOW = "install unsloth and unsloth_zoo, for these versions of torch and transformers"
-TRAINED = ("qwen3-bf16", "llama-lora", "llama-8b-lora", "qwen3-8b-lora", "qwen3-14b-lora")
+TRAINED = ("qwen3-bf16", "llama-lora", "qwen3-lora", "llama-8b-lora", "qwen3-8b-lora", "qwen3-14b-lora")
 SETTINGS = {"HF_HUB_OFFLINE": "1", "UNSLOTH_DISABLE_STATISTICS": "1"}
 
 
@@ -53,7 +53,8 @@ def build(row: str, size: Size, device: str, compiler: str) -> Workload:
     for name, value in {**SETTINGS, "UNSLOTH_COMPILE_LOCATION": f"{written}/unsloth"}.items():
         os.environ.setdefault(name, value)
     unsloth = imported("unsloth", "unsloth", HOW)  # before transformers, which it patches
-    row_has = published("unsloth", row, TRAINED, size, device)
+    in_four_bits = row.endswith("-qlora")  # which it makes of published weights by itself
+    row_has = published("unsloth", row.replace("-qlora", "-lora"), TRAINED, size, device)
     adapters = adapters_of(row_has)
     keeps_all = not base_of(row_has).is_gradient_checkpointing
     with tempfile.TemporaryDirectory() as folder:
@@ -63,7 +64,7 @@ def build(row: str, size: Size, device: str, compiler: str) -> Workload:
             folder,
             max_seq_length=max(size.tokens, 4096),
             dtype=torch.bfloat16,
-            load_in_4bit=False,
+            load_in_4bit=in_four_bits,
             full_finetuning=adapters is None,
             use_gradient_checkpointing=False if keeps_all else "unsloth",
             local_files_only=True,

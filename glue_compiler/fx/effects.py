@@ -291,19 +291,18 @@ class EffectAnalysis:
         inner = bodies.bodies_of(gm, node)
         if not inner:
             return Effects(Kind.BARRIER)
-        writes: set[StorageKey] = set()
         syncs = random = False
         for body in inner:
             for child in body.graph.nodes:
                 effects = self.of(body, child)
                 if effects.kind is Kind.BARRIER:
                     return effects
-                # Placeholders of a body are not always the caller's own tensors, so a write has no known target.
+                # Placeholders of a body are not always the caller's own tensors, so a write has no known target. Nobody
+                # else sees a write to memory that the body makes.
                 if effects.writes and not effects.writes <= _made_inside(body):
                     return Effects(Kind.BARRIER)
-                writes |= effects.writes
                 syncs, random = syncs or effects.syncs, random or effects.random
-        return Effects(Kind.OPAQUE, frozenset(writes), syncs, random)
+        return Effects(Kind.OPAQUE, syncs=syncs, random=random)
 
     @staticmethod
     def _may_run(node: fx.Node) -> bool:
