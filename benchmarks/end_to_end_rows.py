@@ -101,7 +101,7 @@ def large_lora(family: str, size: Size, device: str, attention: str, dtype: torc
 
 
 def large_qlora(family: str, size: Size, device: str, attention: str) -> Workload:
-    """The same on a base of 4 bits: bitsandbytes' NF4, double quantisation, computed in bf16; the head stays in bf16."""
+    """The same on a base of 4 bits: bitsandbytes' NF4, double quantisation, computed in bf16; a head in bf16."""
     import peft
 
     model = _causal_model(family, size, device, attention)

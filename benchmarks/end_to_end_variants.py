@@ -155,6 +155,7 @@ VARIANTS = {
     "glue-recompute": Variant("glue", recomputes=True),
     "inductor-recompute": Variant("inductor", recomputes=True),
     "glue-unshared": Variant("glue", options=(("passes", {"share_layers": False}),)),
+    "glue-packed-weights": Variant("glue", options=(("passes", {"fuse_dequantization": False}),)),
     "glue-offload": Variant("glue", options=(("offload", "checkpoints"),)),
     "glue-layers": Variant("glue", by_layers=True),
     "glue-regions": Variant("glue", options=(("regions", "auto"),)),

@@ -1,5 +1,6 @@
 """Shared by all tests: a clean Dynamo, a GPU marker that skips with its reason, and a limit of time for slow tests."""
 
+import os
 import random
 import time
 
@@ -20,22 +21,7 @@ def clean_dynamo():
 @pytest.fixture(autouse=True)
 def no_glue_variables(monkeypatch):
     """What is set in the developer's shell must not decide a test."""
-    for name in (
-        "GLUE_DUMP",
-        "GLUE_DISABLE",
-        "GLUE_STRICT",
-        "GLUE_COMPILER",
-        "GLUE_KERNELS",
-        "GLUE_LOGITS",
-        "GLUE_HOIST_LIMIT",
-        "GLUE_MEMOIZE_THRESHOLD",
-        "GLUE_OFFLOAD",
-        "GLUE_PINNED_LIMIT",
-        "GLUE_MEMORY_BUDGET",
-        "GLUE_FUEL",
-        "GLUE_VERIFY",
-        "GLUE_EXTRA_PASSES",
-    ):
+    for name in [name for name in os.environ if name.startswith("GLUE_")]:
         monkeypatch.delenv(name, raising=False)
 
 

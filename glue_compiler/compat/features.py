@@ -71,6 +71,16 @@ PASSES = {
             "torch._inductor.config:custom_partitioner_fn": ANY,
         },
     ),
+    "fuse_dequantization": Feature(
+        "pass fuse_dequantization",
+        {
+            "torch._functorch.partitioners:min_cut_rematerialization_partition": Uses(("joint_module",)),
+            "torch._higher_order_ops.triton_kernel_wrap:KernelSideTable.add_constant_args": Uses(("self", "args")),
+            "torch._higher_order_ops.triton_kernel_wrap:KernelSideTable.add_kernel": Uses(("self", "kernel")),
+            "torch._higher_order_ops.triton_kernel_wrap:triton_kernel_wrapper_functional": ANY,
+            "torch._inductor.config:custom_partitioner_fn": ANY,
+        },
+    ),
     "share_layers": Feature(
         "pass share_layers",
         {

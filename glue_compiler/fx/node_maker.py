@@ -24,6 +24,8 @@ class NodeMaker(fx.proxy.TracerBase):
     """Nodes come to be where :meth:`before` says, each by a call, or by operators on what :meth:`proxy` gives."""
 
     fake_mode: Any
+    key: str = "example_value"
+    """Where a node's value is on record: AOTAutograd's graphs have "val"."""
     graph: fx.Graph = field(init=False)
     mode: Mode = field(init=False)
     _meta: dict[str, Any] = field(default_factory=dict)
@@ -50,7 +52,7 @@ class NodeMaker(fx.proxy.TracerBase):
     def known(self, value: Any, method: str, *args: Any) -> fx.Node:
         """A method whose result is on record as ``value``; it is not run."""
         node = self.graph.call_method(method, args)
-        node.meta.update({**self._meta, "example_value": value})
+        node.meta.update({**self._meta, self.key: value})
         return node
 
     def proxy(self, node: fx.Node) -> Any:
@@ -66,7 +68,7 @@ class NodeMaker(fx.proxy.TracerBase):
         shape_env = getattr(self.fake_mode, "shape_env", None)
         with self.mode.entered(), symbols.speculation(self.fake_mode, shape_env):
             value = call_of(node, given, named)
-        node.meta.update({**self._meta, "example_value": value})
+        node.meta.update({**self._meta, self.key: value})
         return node
 
     def size(self, node: fx.Node, dim: int) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import fx
 
 from glue_compiler.compat import graph_inputs, inductor, partition
+from glue_compiler.ops import nf4
 from glue_compiler.ops.batch_memo import BatchMemo, memoized
 from glue_compiler.ops.opaque import call_directly
 from glue_compiler.options import GlueOptions
@@ -40,10 +41,15 @@ def hand_off(
         return inductor.compile_as_torch_does("inductor", gm, inputs)
 
     # config_patches, and not a context manager around the call: the backward is compiled after it has returned.
-    patches = {**options.inductor, **inductor.post_grad_patch(passes_uuid, call_directly, options.inductor)}
+    patches = {**options.inductor, **inductor.post_grad_patch(passes_uuid, _call_kernels, options.inductor)}
     if edit_pair is not None:
         patches |= partition.partition_patch(passes_uuid, edit_pair, options.inductor)
     return inductor.compile_with_inductor(gm, inputs, patches)
+
+
+def _call_kernels(graph: fx.Graph) -> None:
+    nf4.launch_in_graph(graph)
+    call_directly(graph)
 
 
 def hand_off_in_parts(

@@ -23,6 +23,7 @@ _BUILT_IN = (
     "glue_compiler.passes.memoize_metadata:MemoizeMetadata",
     "glue_compiler.passes.plan_memory:PlanMemory",
     "glue_compiler.passes.overlap_offload:OverlapOffload",
+    "glue_compiler.passes.fuse_dequantization:FuseDequantization",
     "glue_compiler.passes.share_layers:ShareLayers",
 )
 

@@ -24,6 +24,10 @@ WEIGHTS = {
     "llama-bf16": (1_235_814_400, 1_235_814_400),
     "llama-lora": (1_235_814_400 + 3_407_872, 3_407_872),
     "llama-8b-lora": (8_030_261_248 + 41_943_040, 41_943_040),
+    "qwen3-lora": (596_049_920 + 10_092_544, 10_092_544),
+    "llama-8b-qlora": (8_030_261_248 + 41_943_040, 41_943_040),
+    "qwen3-8b-qlora": (8_190_735_360 + 43_646_976, 43_646_976),
+    "qwen3-14b-qlora": (14_768_307_200 + 64_225_280, 64_225_280),
     "gemma3-1b": (999_885_952, 999_885_952),
     "qwen3-8b-lora": (8_190_735_360 + 43_646_976, 43_646_976),
     "qwen3-8b-lora-autocast": (8_190_735_360 + 43_646_976, 43_646_976),
@@ -56,8 +60,10 @@ def of_arguments(**given):
 
 @pytest.mark.parametrize("row", ROWS)
 def test_a_row_has_the_shape_that_it_names(row):
-    if "-lora" in row:
+    if "lora" in row:
         pytest.importorskip("peft")
+    if "-qlora" in row:
+        pytest.importorskip("bitsandbytes")
     model = ROWS[row].build(size_of(row, of_arguments()), "meta", "sdpa").model
     weights = [(weight.numel(), weight.requires_grad) for weight in model.parameters()]
     found = sum(size for size, _ in weights), sum(size for size, trained in weights if trained)
@@ -81,8 +87,10 @@ def test_an_update_that_is_compiled_trains_as_the_fused_one():
 @pytest.mark.parametrize("row", ROWS)
 def test_layers_compiled_one_by_one_train_as_eager_does(row):
     """But for flex_attention, which has no backward on a CPU."""
-    if "-lora" in row:
+    if "lora" in row:
         pytest.importorskip("peft")
+    if "-qlora" in row:
+        pytest.importorskip("bitsandbytes")
     _, expected = steps(row, "eager")
     for variant in ("glue-layers", "inductor-layers"):
         torch._dynamo.reset()
@@ -171,8 +179,10 @@ def test_numbers_are_of_the_middle_step_and_of_the_last_loss():
 @pytest.mark.parametrize("row", ["qwen3-bf16", "llama-lora", "gemma3-1b"])
 def test_operations_are_those_of_a_step_of_one_document(row):
     """torch counts them while the step runs: with all pairs of a query and a key, and what is computed again."""
-    if "-lora" in row:
+    if "lora" in row:
         pytest.importorskip("peft")
+    if "-qlora" in row:
+        pytest.importorskip("bitsandbytes")
     tokens = 24  # shorter than the window
     workload = ROWS[row].build(TINY, "cpu", "eager")
     for module in workload.model.modules():

@@ -24,6 +24,7 @@ from glue_compiler.ops import (
     grouped_repeat,
     grouped_sum,
     mask_blocks,
+    nf4,
 )
 from glue_compiler.ops.grouped_product_tiles import Tiles
 
@@ -37,6 +38,7 @@ from glue_compiler.ops import (
     grouped_product_triton,
     grouped_rows_triton,
     mask_blocks_triton,
+    nf4_triton,
 )
 
 ROUTINGS = [(37, 3, 5), (150, 2, 4), (5, 1, 1)]
@@ -146,3 +148,17 @@ def test_lists_of_blocks(sizes, kind, has_mean):
             got = mask_blocks_triton.lists(same, kind, has_mean or kind == "added")
             for one, other in zip(got, wanted, strict=True):
                 assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("shape", [(3, 64), (96, 128), (70, 64)], ids=str)
+def test_weights_of_four_bits(shape, nested, dtype):
+    """Of fewer bytes than a program reads, of whole programs, and of a part of the last one."""
+    packed, scales = torch.randint(256, (shape[0] * shape[1] // 2, 1), dtype=torch.uint8), torch.rand(shape[0] * 4)
+    blocks = shape[0] * shape[1] // 64
+    codes = torch.randint(256, (blocks,), dtype=torch.uint8), torch.randn(256), torch.tensor(0.25)
+    given = codes if nested else ()
+    out = torch.full(shape, float("nan"), dtype=dtype)
+    nf4_triton.launch(packed, scales[:blocks], torch.tensor(nf4.NF4), out, 64, *given)
+    close(out, nf4.dequantize_nf4(packed, scales[:blocks], 64, list(shape), dtype, *given))

@@ -17,6 +17,7 @@ from glue_compiler.ops import (
     grouped_product_triton,
     grouped_rows_triton,
     mask_blocks_triton,
+    nf4_triton,
     row_losses_triton,
 )
 from glue_compiler.ops.cards import Card
@@ -51,6 +52,16 @@ def plain_launches(dtype: torch.dtype) -> dict[str, Launch]:
         "bounds of experts": lambda: group_bounds_triton.bounds(offsets, slots, rows),
         "blocks of a boolean mask": lambda: mask_blocks_triton.lists(mask, "shows", has_mean=True),
         "blocks of a mask of numbers": lambda: mask_blocks_triton.lists(numbers, "added", has_mean=True),
+        "weights of 4 bits": lambda: nf4_triton.launch(
+            empty(ROWS * 1024, 1, dtype=torch.uint8),
+            empty(128, dtype=torch.float32),
+            empty(16, dtype=torch.float32),
+            tokens,
+            64,
+            empty(ROWS * 32, dtype=torch.uint8),
+            empty(256, dtype=torch.float32),
+            empty(1, dtype=torch.float32),
+        ),
         "cross entropy": lambda: row_losses_triton.cross_entropy(
             logits, target, vector, vector, empty(1, dtype=torch.float32), vector, place, 1.0, 30.0, gradient=True
         ),
