@@ -54,7 +54,7 @@ def dequantize_nf4(
         from glue_compiler.ops import nf4_triton  # Windows has no Triton
 
         table, out = torch.tensor(NF4, device=packed.device), packed.new_empty(shape, dtype=dtype)
-        nf4_triton.launch(packed, scales, table, out, block, scale_codes, scale_table, scale_offset)
+        nf4_triton.launch(packed, scales, table, out, block, SCALE_BLOCK, scale_codes, scale_table, scale_offset)
         return out
     if scale_codes is not None:
         assert scale_table is not None
@@ -102,7 +102,7 @@ def launch_in_graph(graph: fx.Graph) -> None:
             if table is None:  # in a body, too: its constants would have to be passed to it
                 table = _table_in_graph(nodes, device)
             out = nodes.call(torch.ops.aten.empty.memory_format, shape, dtype=dtype, device=device)
-            tensors, constants = nf4_triton.arguments(numbers, packed, scales, table, out, block, *nested)
+            tensors, constants = nf4_triton.arguments(numbers, packed, scales, table, out, block, SCALE_BLOCK, *nested)
             grid = nf4_triton.programs(numbers), 1, 1
             written = triton_calls.call_in_graph(nodes.call, nf4_triton.dequantize, grid, tensors, constants, "out")
         call.replace_all_uses_with(written)

@@ -7,8 +7,6 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from glue_compiler.ops.nf4 import SCALE_BLOCK
-
 _BYTES = 1024
 """That a program reads: of 512 to 4,096 the fastest on one H200, for weights of 1024 x 4096 to 12288 x 4096."""
 
@@ -46,6 +44,7 @@ def arguments(
     table: Any,
     out: Any,
     block: int,
+    scale_block: int,
     scale_codes: Any = None,
     scale_table: Any = None,
     scale_offset: Any = None,
@@ -55,11 +54,11 @@ def arguments(
     is_nested = scale_codes is not None
     nested = (scale_codes, scale_table, scale_offset) if is_nested else (scales,) * 3  # which are not read
     tensors |= dict(zip(("scale_codes", "scale_table", "scale_offset"), nested, strict=True))
-    sizes = {"BLOCK": block, "SCALE_BLOCK": SCALE_BLOCK, "BYTES": _BYTES}
+    sizes = {"BLOCK": block, "SCALE_BLOCK": scale_block, "BYTES": _BYTES}
     return tensors, {"bytes": numbers // 2, "NESTED": is_nested, **sizes}
 
 
-def launch(packed: Any, scales: Any, table: Any, out: Any, block: int, *nested: Any) -> None:
+def launch(packed: Any, scales: Any, table: Any, out: Any, block: int, scale_block: int, *nested: Any) -> None:
     """Writes to ``out``."""
-    tensors, constants = arguments(out.numel(), packed, scales, table, out, block, *nested)
+    tensors, constants = arguments(out.numel(), packed, scales, table, out, block, scale_block, *nested)
     dequantize[programs(out.numel()),](**tensors, **constants)

@@ -160,5 +160,5 @@ def test_weights_of_four_bits(shape, nested, dtype):
     codes = torch.randint(256, (blocks,), dtype=torch.uint8), torch.randn(256), torch.tensor(0.25)
     given = codes if nested else ()
     out = torch.full(shape, float("nan"), dtype=dtype)
-    nf4_triton.launch(packed, scales[:blocks], torch.tensor(nf4.NF4), out, 64, *given)
+    nf4_triton.launch(packed, scales[:blocks], torch.tensor(nf4.NF4), out, 64, nf4.SCALE_BLOCK, *given)
     close(out, nf4.dequantize_nf4(packed, scales[:blocks], 64, list(shape), dtype, *given))

@@ -58,6 +58,7 @@ def plain_launches(dtype: torch.dtype) -> dict[str, Launch]:
             empty(16, dtype=torch.float32),
             tokens,
             64,
+            256,
             empty(ROWS * 32, dtype=torch.uint8),
             empty(256, dtype=torch.float32),
             empty(1, dtype=torch.float32),
