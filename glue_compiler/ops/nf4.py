@@ -12,6 +12,7 @@ from glue_compiler.compat import triton_calls
 from glue_compiler.fx.modes import Mode
 from glue_compiler.fx.node_maker import NodeMaker
 from glue_compiler.fx.values import value_of
+from glue_compiler.ops.kernel_support import runs_triton
 from glue_compiler.ops.opaque import opaque
 
 NF4 = (
@@ -50,7 +51,7 @@ def dequantize_nf4(
     Returns:
         ``[*shape]``, contiguous.
     """
-    if packed.is_cuda:
+    if runs_triton(packed):
         from glue_compiler.ops import nf4_triton  # Windows has no Triton
 
         table, out = torch.tensor(NF4, device=packed.device), packed.new_empty(shape, dtype=dtype)

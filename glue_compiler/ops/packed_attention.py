@@ -31,8 +31,12 @@ from glue_compiler.ops.document_blocks import (
     visibility,
     visible_range,
 )
+from glue_compiler.ops.kernel_support import next_power_of_two
 from glue_compiler.ops.opaque import opaque
 from glue_compiler.ops.varlen_attention import varlen_attention, varlen_attention_with_sinks
+
+_LEAST_SIZE = 32
+"""Documents that ``exact_document_offsets`` gives with ``few_sizes``."""
 
 
 @composite("(Tensor starts) -> Tensor")
@@ -55,20 +59,26 @@ def document_offsets(starts: Tensor) -> Tensor:
 
 
 @opaque("exact_document_offsets")
-def exact_document_offsets(starts: Tensor) -> Tensor:
+def exact_document_offsets(starts: Tensor, few_sizes: bool = False) -> Tensor:
     """``document_offsets`` without empty documents: int32 ``[documents + 1]``.
 
-    Its size is data-dependent: one host synchronisation on CUDA, an unbacked symbol in a graph.
+    Its size is data-dependent: one host synchronisation on CUDA, an unbacked symbol in a graph. With ``few_sizes`` empty
+    documents make their number the next power of two, and 32 at least: CUDA graphs are recorded for each size.
     """
     _check_starts(starts)
     # Few kernels, each of which the whole step waits for: the last entry is the end of all.
     begins = starts.new_ones(starts.numel() + 1)
     begins[:-1].view(starts.shape)[:, 1:] = starts[:, 1:]
-    return torch.nonzero(begins).reshape(-1).to(torch.int32)
+    offsets = torch.nonzero(begins).reshape(-1).to(torch.int32)
+    if not few_sizes:
+        return offsets
+    documents = offsets.shape[0] - 1
+    empty = max(_LEAST_SIZE, next_power_of_two(documents)) - documents
+    return torch.nn.functional.pad(offsets, (0, empty), value=starts.numel())
 
 
 @exact_document_offsets.register_fake
-def _(starts: Tensor) -> Tensor:
+def _(starts: Tensor, few_sizes: bool = False) -> Tensor:
     size = torch.library.get_ctx().new_dynamic_size(min=1)
     return _flat_starts(starts).new_empty(size, dtype=torch.int32)
 

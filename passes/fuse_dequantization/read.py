@@ -12,14 +12,12 @@ from torch import fx
 
 from glue_compiler.compat.symbols import size_when_traced
 from glue_compiler.fx.values import has_value, is_in_order, is_plain, value_of
+from glue_compiler.ops.kernel_support import runs_triton
 from glue_compiler.ops.nf4 import SCALE_BLOCK
 from glue_compiler.pipeline.results import Skip
 
 LEAST_ROWS = 1537
 """bitsandbytes has a kernel of its own for a product of fewer rows; for others it dequantises the weight first."""
-
-DEVICES = ("cuda",)
-"""Where ``glue::dequantize_nf4`` has a kernel."""
 
 _PRODUCT = "bitsandbytes::gemm_4bit"
 _DEQUANTIZATION = "bitsandbytes::dequantize_4bit"
@@ -77,8 +75,8 @@ def find_calls(graph: fx.Graph) -> tuple[list[Call], list[Skip]]:
 def _read(node: fx.Node) -> Call | str:
     given = _arguments(node)
     value = value_of(node)
-    if value.device.type not in DEVICES:
-        return f"glue has no kernel for it on a {value.device.type.upper()}"
+    if not runs_triton(value):
+        return "glue's kernel is Triton's, which is not installed, or has no code for this device"
     if given["quant_type"] != "nf4":
         return f"the weight is of type {given['quant_type']}, and glue's kernel is for nf4"
     if _name_of(node) == _PRODUCT:

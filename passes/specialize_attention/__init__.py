@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from torch import fx
 
+from glue_compiler.compat.inductor import uses_cuda_graphs
 from glue_compiler.fx.index_expressions import IndexReader
 from glue_compiler.fx.operators import Operators
 from glue_compiler.fx.value_numbering import number_values
@@ -26,7 +27,8 @@ class SpecializeAttention(GraphPass):
     numerics: ClassVar[Numerics] = Numerics.CLOSE
 
     def cache_options(self, options: Any) -> Any:
-        return (options.compiler, options.kernels, tuple(sorted(options.assume.items())))
+        few_sizes = uses_cuda_graphs(options.inductor)
+        return (options.compiler, options.kernels, tuple(sorted(options.assume.items())), few_sizes)
 
     def run(self, graph: fx.GraphModule, context: PassContext) -> PassResult:
         reader = IndexReader(Operators(number_values(graph, context.effects), context.effects))
@@ -35,5 +37,5 @@ class SpecializeAttention(GraphPass):
         plan = plan_attention(reader, settings)
         written = ((f"write {each.site.output.name} as {each.form}", each) for each in plan.replacements)
         plan.replacements = list(context.fuel.allowed(written))
-        counts = apply_plan(plan, reader)
+        counts = apply_plan(plan, reader, few_sizes=uses_cuda_graphs(context.options.inductor))
         return PassResult(changed=bool(plan.replacements), counts=dict(counts), skips=tuple(dict.fromkeys(plan.skips)))

@@ -31,10 +31,13 @@ from glue_compiler.passes.specialize_attention.metadata_vectors import MetadataV
 _glue = torch.ops.glue
 
 
-def apply_plan(plan: AttentionPlan, reader: IndexReader) -> Counter[str]:
-    """Rewrite all sites; returns how many took each form, and how many nodes went away."""
+def apply_plan(plan: AttentionPlan, reader: IndexReader, *, few_sizes: bool) -> Counter[str]:
+    """Rewrite all sites; returns how many took each form, and how many nodes went away.
+
+    ``few_sizes``: of metadata, as CUDA graphs need.
+    """
     counts: Counter[str] = Counter()
-    writer, numbering = _Writer(reader), reader.operators.numbering
+    writer, numbering = _Writer(reader, few_sizes), reader.operators.numbering
     for replacement in plan.replacements:
         writer.write(replacement)
         counts[replacement.form] += 1
@@ -46,8 +49,8 @@ def apply_plan(plan: AttentionPlan, reader: IndexReader) -> Counter[str]:
 
 
 class _Writer:
-    def __init__(self, reader: IndexReader) -> None:
-        self.reader = reader
+    def __init__(self, reader: IndexReader, few_sizes: bool) -> None:
+        self.reader, self.few_sizes = reader, few_sizes
         self.make = NodeMaker(reader.operators.analysis.fake_mode)
         self.shared: dict[Any, list[fx.Node]] = {}
         """What is written once for all attentions that need it, by its scope and what it is."""
@@ -135,8 +138,11 @@ class _Writer:
             )
             vectors = MetadataVectors(self.make, self.reader, place, self.results, batch, length, tensor.device)
             exact = not is_flex and tensor.is_cuda
-            offsets = _glue.exact_document_offsets.default if exact else _glue.document_offsets.default
-            found = self.make.call(offsets, vectors.starts(visibility.documents))
+            starts = vectors.starts(visibility.documents)
+            if exact:
+                found = self.make.call(_glue.exact_document_offsets.default, starts, self.few_sizes)
+            else:
+                found = self.make.call(_glue.document_offsets.default, starts)
             if not is_flex:
                 return [found]
             seen = [vectors.seen(visibility.keys)] if visibility.keys else []

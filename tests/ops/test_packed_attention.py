@@ -52,6 +52,10 @@ def leaves(length: int, batch: int, dtype: torch.dtype = torch.float64, device: 
     ]
 
 
+def of_few_sizes(starts: Tensor) -> Tensor:
+    return exact_document_offsets(starts, few_sizes=True)
+
+
 def with_gradients(call, inputs: list[Tensor]) -> list[Tensor]:
     out = call(*inputs)
     grad = torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device).view(out.shape)
@@ -67,7 +71,7 @@ def assert_equal_to_dense(call, starts: Tensor, is_causal: bool, window: int, in
         torch.testing.assert_close(got, want)
 
 
-@pytest.mark.parametrize("offsets", [document_offsets, exact_document_offsets])
+@pytest.mark.parametrize("offsets", [document_offsets, exact_document_offsets, of_few_sizes])
 @pytest.mark.parametrize(("is_causal", "window"), MASKS)
 def test_outputs_and_gradients_are_those_of_the_dense_mask(is_causal, window, offsets):
     starts = documents()
@@ -253,6 +257,8 @@ def test_offsets_are_where_documents_begin(data):
     starts = torch.tensor(bits).view(batch, length)
     begins = [row * length + t for row in range(batch) for t in range(length) if t == 0 or starts[row, t]]
     assert exact_document_offsets(starts).tolist() == [*begins, batch * length]
+    documents = 32 if len(begins) <= 32 else 64
+    assert of_few_sizes(starts).tolist() == begins + [batch * length] * (documents + 1 - len(begins))
     padded = document_offsets(starts)
     assert padded.dtype == torch.int32
     assert padded.tolist() == begins + [batch * length] * (batch * length + 1 - len(begins))
@@ -331,6 +337,7 @@ def test_operators_keep_torchs_rules():
     torch.library.opcheck(backward, (out, *detached, out, logsumexp, cu_seqlens, 4, True, -1, 0.5, "flash2"))
     starts = documents()
     torch.library.opcheck(torch.ops.glue.exact_document_offsets.default, (starts,))
+    torch.library.opcheck(torch.ops.glue.exact_document_offsets.default, (starts, True))
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
