@@ -161,6 +161,7 @@ VARIANTS = {
     "glue-regions": Variant("glue", options=(("regions", "auto"),)),
     "flex-regions": Variant("inductor", "flex_attention", by_regions=True),
     "glue-cudagraphs": Variant("glue", options=CUDA_GRAPHS),
+    "glue-regions-cudagraphs": Variant("glue", options=(("regions", "auto"), *CUDA_GRAPHS)),
     "flex-cudagraphs": Variant("inductor", "flex_attention", options=CUDA_GRAPHS),
     "glue-update": Variant("glue", compiles_update=True),
     "flex-update": Variant("inductor", "flex_attention", compiles_update=True),

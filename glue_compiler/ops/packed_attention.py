@@ -62,8 +62,8 @@ def document_offsets(starts: Tensor) -> Tensor:
 def exact_document_offsets(starts: Tensor, few_sizes: bool = False) -> Tensor:
     """``document_offsets`` without empty documents: int32 ``[documents + 1]``.
 
-    Its size is data-dependent: one host synchronisation on CUDA, an unbacked symbol in a graph. With ``few_sizes`` empty
-    documents make their number the next power of two, and 32 at least: CUDA graphs are recorded for each size.
+    Its size is data-dependent: one host synchronisation on CUDA, an unbacked symbol in a graph. With ``few_sizes``
+    empty documents make their number the next power of two, and 32 at least: CUDA graphs are recorded for each size.
     """
     _check_starts(starts)
     # Few kernels, each of which the whole step waits for: the last entry is the end of all.
