@@ -29,7 +29,13 @@ packed documents that differ each step. `python -m benchmarks.end_to_end --help`
 Compare numbers of one run only."""
 LEFT_OUT = ("best_ms", "worst_ms", "ratio", "graphs", "warnings")
 """Columns of a run that its own output has and the page has not."""
-AHEAD = {"fixed_ms": "step ms", "varying_us": "us/token", "peak_gib": "GiB", "warm_s": "warm s"}
+AHEAD = {
+    "fixed_ms": "step ms",
+    "varying_us": "us/token",
+    "peak_gib": "GiB",
+    "warm_s": "warm s",
+    "hundredth_s": "100 steps s",
+}
 WIDTH, NAME, BAR, GAP = 820, 190, 16, 22
 OWN, OTHERS = "#2a6f97", "#b8bdc6"
 
