@@ -45,7 +45,11 @@ _NOBODY = Observer()
 
 
 class Pipeline:
-    """The enabled ones of ``passes``, in order. ``counter`` gives single rewrites their numbers."""
+    """The enabled ones of ``passes``, in order. ``counter`` gives single rewrites their numbers.
+
+    Raises:
+        GlueContractError: two of them decide what is saved for backward.
+    """
 
     def __init__(
         self, passes: Sequence[GraphPass], options: GlueOptions, counter: RewriteCounter | None = None
@@ -53,6 +57,11 @@ class Pipeline:
         self.options = options
         self.counter = counter or RewriteCounter()
         self.passes = tuple(p for p in passes if options.is_enabled(p.name, p.default))
+        one, *others = [p.name for p in self.passes if isinstance(p, JointPass)] or [None]
+        if others:
+            raise GlueContractError(
+                f"passes '{one}' and '{others[0]}' both decide what is saved for backward; switch one off"
+            )
 
     @classmethod
     def of_one(cls, graph_pass: GraphPass, options: GlueOptions) -> Pipeline:

@@ -1,6 +1,8 @@
 """EffectAnalysis: what captured calls do, read off the operators that they are made of."""
 
+import pytest
 import torch
+import torch.utils.checkpoint
 
 import glue_compiler.ops  # noqa: F401  registers torch.ops.glue
 from glue_compiler.fx.effects import EffectAnalysis, Kind
@@ -205,3 +207,37 @@ def test_attention_over_block_lists_computes_and_a_higher_order_operator_that_is
     torch._dynamo.reset()
     monkeypatch.setattr("glue_compiler.fx.call_observer.computes_only", lambda operator: False)
     assert kind() is Kind.BARRIER
+
+
+class _Shifted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, table):
+        made = table * 2
+        made += 1  # in memory that this body makes
+        return x * made
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+class _Counted(_Shifted):
+    @staticmethod
+    def forward(ctx, x, table):
+        table += 1  # in memory of the caller's
+        return x * table
+
+
+@pytest.mark.parametrize(("function", "kind"), [(_Shifted, Kind.OPAQUE), (_Counted, Kind.BARRIER)])
+def test_a_write_in_a_body_of_a_body_is_seen_outside_if_the_memory_is(function, kind):
+    def fn(x, table):
+        def body(x, table):
+            return function.apply(x, table).sin()
+
+        return torch.utils.checkpoint.checkpoint(body, x, table, use_reentrant=False)
+
+    with torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True):
+        effects = effects_of(fn, torch.ones(3, requires_grad=True), torch.ones(3))
+    found = [e for node, e in effects.items() if "checkpoint" in str(node.target)]
+    assert [each.kind for each in found] == [kind]
+    assert not found[0].writes

@@ -18,7 +18,10 @@ def bitsandbytes_base(folder: Any) -> Any:
     pytest.importorskip("bitsandbytes")
     causal_model(hidden_size=64, intermediate_size=64).save_pretrained(folder)
     four_bits = transformers.BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=torch.float32,
+        bnb_4bit_use_double_quant=True,  # its scales are made in place
     )
     return transformers.LlamaForCausalLM.from_pretrained(folder, quantization_config=four_bits, device_map="cpu")
 
