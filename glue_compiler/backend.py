@@ -19,6 +19,7 @@ from glue_compiler.handoff.distinct_results import keep_apart, results_apart
 from glue_compiler.handoff.fallback import StepPasses, compile_step
 from glue_compiler.handoff.forward_mode import refuse_tangents
 from glue_compiler.handoff.hand_off import HandOff, hand_off, hand_off_in_parts
+from glue_compiler.handoff.masks import guard_masks, look_at_masks, remember_masks
 from glue_compiler.memory.budget import in_bytes
 from glue_compiler.options import GlueOptions, extra_passes_in, parse_options
 from glue_compiler.pipeline import registry
@@ -65,7 +66,7 @@ class GlueBackend:
         pipeline = pipeline.with_options(corrected)
         effects = EffectAnalysis.for_graph(gm)
         capture.check_leaves(gm, effects)
-        groups = results_apart(gm)
+        groups, masks = results_apart(gm), look_at_masks(gm)
         observer = watchers.watch(corrected, self._session_for(corrected), planned, self.known_layers.converting)
         with self.rewrites.undone_on_error():
             reports = pipeline.run(gm, Stage.CAPTURED, observer, effects)
@@ -76,6 +77,7 @@ class GlueBackend:
                 (skip.reason for p in reports for skip in p.skips),
             )
             capture.check_rows(gm)
+        guard_masks(masks, (node for p in reports for node in p.relies_on))
         prologues = [p.prologue for p in reports if p.prologue is not None]
         observer.handed_off(gm, prologues)
 
@@ -97,6 +99,7 @@ class GlueBackend:
             call = compile_step(compiled, step_passes, [gm, *(p.graph for p in prologues)], observer)
         deferred = [each for p in reports for each in p.deferred]
         call = defer_outputs(keep_apart(call, groups, [each.position for each in deferred]), deferred)
+        call = remember_masks(call, {at: kind for p in reports for at, kind in p.returned_masks.items()})
         changed = [p.name for p in reports if p.changed and p.numerics is Numerics.CLOSE]
         return observer.compiled(refuse_tangents(call, changed))
 

@@ -16,6 +16,11 @@ def set_sourceless(placeholder: fx.Node) -> None:
     placeholder._dynamo_source = None
 
 
+def all_have_sources(gm: fx.GraphModule) -> bool:
+    """Is ``gm`` all that Dynamo captured? A piece of it, as of the DDP optimizer, is given what others have made."""
+    return all(getattr(node, "_dynamo_source", None) is not None for node in gm.graph.find_nodes(op="placeholder"))
+
+
 def example_input(value: Any) -> Any:
     """A fake tensor (or a symbol) of a captured graph as an example input for the compiler.
 

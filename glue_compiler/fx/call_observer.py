@@ -18,7 +18,7 @@ _WAIT = "_c10d_functional::wait_tensor"
 # Those of glue's own that compute their results from their operands alone, for a batch's metadata.
 _KNOWN_OPERATORS = {
     *("glue::block_lists_of_seen", "glue::mask_blocks", "glue::mask_in_whole_blocks", "glue::materialized"),
-    "glue::row_offsets",
+    *("glue::row_offsets", "glue::mask_documents"),
 }
 
 

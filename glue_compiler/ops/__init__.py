@@ -11,6 +11,7 @@ from glue_compiler.ops.grouped_linear import grouped_linear, grouped_outer
 from glue_compiler.ops.grouped_linear_list import grouped_linear_list
 from glue_compiler.ops.grouped_rows import grouped_repeat, grouped_sum
 from glue_compiler.ops.interleaved import deinterleave
+from glue_compiler.ops.known_masks import mask_documents
 from glue_compiler.ops.linear_cross_entropy import linear_cross_entropy
 from glue_compiler.ops.linear_row_statistics import linear_row_statistics
 from glue_compiler.ops.mask_blocks import mask_blocks, row_offsets
@@ -44,6 +45,7 @@ __all__ = [
     "linear_cross_entropy",
     "linear_row_statistics",
     "mask_blocks",
+    "mask_documents",
     "masked_attention",
     "packed_attention",
     "private_copy",

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from glue_compiler.capture.regions import SpeculativeRegion
     from glue_compiler.deferred.outputs import DeferredOutput
+    from glue_compiler.ops.known_masks import MaskKind
     from glue_compiler.pipeline.fuel import Rewrite
 
 
@@ -79,6 +80,8 @@ class PassResult:
     where eager does not run it does nothing. It holds if the pass is not rolled back.
     ``deferred``: the graph's outputs that it no longer makes: they are computed when somebody reads them, from its
     inputs and from outputs of glue's own behind those that the caller gets.
+    ``relies_on``: the inputs of which the graph is right, or best, only as long as the same is known of them as masks.
+    ``returned_masks``: what is proved of masks that the graph returns, by their positions in what it returned before.
     """
 
     changed: bool
@@ -87,6 +90,8 @@ class PassResult:
     prologue: Prologue | None = None
     proved: tuple[SpeculativeRegion, ...] = ()
     deferred: tuple[DeferredOutput, ...] = ()
+    relies_on: tuple[fx.Node, ...] = ()
+    returned_masks: Mapping[int, MaskKind] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from glue_compiler.compat import layers, operators, symbols
 from glue_compiler.fx import bodies
 from glue_compiler.fx.training_pair import TrainingPair
 from glue_compiler.fx.values import Symbolic, expression, is_plain, tensors_in, value_of
+from glue_compiler.ops.known_masks import KNOWN, MaskKind
 from glue_compiler.report.dump_template import GRAPHS, HEADER, HELPERS, MAIN, STEP
 
 
@@ -176,7 +177,8 @@ def _seed(constant: torch.Tensor) -> int:
 def _input(node: fx.Node) -> str:
     value = value_of(node)
     if isinstance(value, torch.Tensor) and is_plain(value):
-        return _random(value)
+        kind = node.meta.get(KNOWN)
+        return _random(value) if kind is None else _known_mask(value, kind)
     if isinstance(value, Symbolic):
         return str(_hint(value))
     if isinstance(value, torch.Generator):  # flash attention that is recomputed on a GPU takes one
@@ -191,6 +193,12 @@ def _random(tensor: torch.Tensor, seed: int | None = None) -> str:
     needs_grad = tensor.requires_grad and tensor.is_leaf
     seeded = "" if seed is None else f", {seed}"
     return f"random_tensor({shape}, {stride}, {tensor.dtype}, {str(tensor.device)!r}, {needs_grad}{seeded})"
+
+
+def _known_mask(mask: torch.Tensor, kind: MaskKind) -> str:
+    documents = 7 if kind.has_documents else None
+    settings = f"{documents}, {kind.is_causal}, {kind.window}"
+    return f"known_mask({tuple(map(_hint, mask.shape))}, {str(mask.device)!r}, {settings})"
 
 
 def _hint(number: Any) -> int:

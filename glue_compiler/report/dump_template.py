@@ -50,6 +50,17 @@ def random_tensor(shape, stride, dtype, device, requires_grad, seed=None):
     return storage.to(device, dtype).as_strided(shape, stride).requires_grad_(requires_grad)
 
 
+def known_mask(shape, device, documents, is_causal, window):
+    """A mask that shows what the graph was compiled for; each of its documents is so many tokens long."""
+    token = torch.arange(shape[-1], device=device)
+    distance, shown = token[:, None] - token, torch.ones(shape, dtype=torch.bool, device=device)
+    if documents:
+        shown &= token[:, None] // documents == token // documents
+    if is_causal:
+        shown &= distance >= 0
+    return shown & (distance.abs() < window) if window > 0 else shown
+
+
 @contextlib.contextmanager
 def inside(modes):
     with contextlib.ExitStack() as stack:

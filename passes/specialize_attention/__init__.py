@@ -7,10 +7,11 @@ from typing import Any, ClassVar
 from torch import fx
 
 from glue_compiler.compat.inductor import uses_cuda_graphs
-from glue_compiler.fx.index_expressions import IndexReader
 from glue_compiler.fx.operators import Operators
 from glue_compiler.fx.value_numbering import number_values
 from glue_compiler.passes.specialize_attention.analysis import Settings, plan_attention
+from glue_compiler.passes.specialize_attention.mask_reader import MaskReader
+from glue_compiler.passes.specialize_attention.returned_masks import returned_masks
 from glue_compiler.passes.specialize_attention.rewrite import apply_plan
 from glue_compiler.pipeline.graph_pass import GraphPass, PassContext, PassResult
 from glue_compiler.pipeline.results import Numerics
@@ -31,11 +32,18 @@ class SpecializeAttention(GraphPass):
         return (options.compiler, options.kernels, tuple(sorted(options.assume.items())), few_sizes)
 
     def run(self, graph: fx.GraphModule, context: PassContext) -> PassResult:
-        reader = IndexReader(Operators(number_values(graph, context.effects), context.effects))
+        reader = MaskReader(Operators(number_values(graph, context.effects), context.effects))
         assume_sorted = context.options.assume.get("sorted_document_ids", False)
         settings = Settings(context.options.compiler, context.options.kernels, assume_sorted)
         plan = plan_attention(reader, settings)
         written = ((f"write {each.site.output.name} as {each.form}", each) for each in plan.replacements)
         plan.replacements = list(context.fuel.allowed(written))
+        returned, skips = returned_masks(reader, assume_sorted=assume_sorted)
         counts = apply_plan(plan, reader, few_sizes=uses_cuda_graphs(context.options.inductor))
-        return PassResult(changed=bool(plan.replacements), counts=dict(counts), skips=tuple(dict.fromkeys(plan.skips)))
+        return PassResult(
+            changed=bool(plan.replacements),
+            counts=dict(counts),
+            skips=tuple(dict.fromkeys((*plan.skips, *skips))),
+            relies_on=tuple(reader.asked),
+            returned_masks=returned,
+        )

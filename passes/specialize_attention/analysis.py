@@ -11,7 +11,6 @@ import torch
 
 from glue_compiler.compat.attention import has_sdpa_backward
 from glue_compiler.fx.gradients import Gradients
-from glue_compiler.fx.index_expressions import IndexReader
 from glue_compiler.fx.values import expression, value_of
 from glue_compiler.ops.attention_choice import AttentionCall, Kernel, choose, unsupported
 from glue_compiler.ops.attention_costs import gradient_pays, lists_pay, pays
@@ -20,6 +19,7 @@ from glue_compiler.passes.specialize_attention.attention_calls import attention_
 from glue_compiler.passes.specialize_attention.attention_parts import AttentionSite
 from glue_compiler.passes.specialize_attention.candidates import products_with_softmax
 from glue_compiler.passes.specialize_attention.listed_masks import ListedMask, listed_mask
+from glue_compiler.passes.specialize_attention.mask_reader import MaskReader
 from glue_compiler.passes.specialize_attention.masks import UnknownMask, Visibility, classify_mask
 from glue_compiler.passes.specialize_attention.memory_layouts import layout_of
 from glue_compiler.passes.specialize_attention.metadata_places import MetadataPlace, metadata_place
@@ -67,7 +67,7 @@ class Settings:
     assume_sorted: bool = False
 
 
-def plan_attention(reader: IndexReader, settings: Settings) -> AttentionPlan:
+def plan_attention(reader: MaskReader, settings: Settings) -> AttentionPlan:
     """Plan for a graph and the bodies in it. Reads only."""
     plan = AttentionPlan()
     seen: dict[Any, Visibility | UnknownMask] = {}
@@ -90,7 +90,7 @@ def plan_attention(reader: IndexReader, settings: Settings) -> AttentionPlan:
 
 
 def _planned(
-    site: AttentionSite, reader: IndexReader, settings: Settings, seen: dict[Any, Visibility | UnknownMask]
+    site: AttentionSite, reader: MaskReader, settings: Settings, seen: dict[Any, Visibility | UnknownMask]
 ) -> Replacement:
     if layout_of(value_of(site.output)) is None:
         raise UnknownMask("the result is laid out in memory in a way of its own")
@@ -114,7 +114,7 @@ def _planned(
 
 
 def _visibility(
-    site: AttentionSite, reader: IndexReader, assume_sorted: bool, seen: dict[Any, Visibility | UnknownMask]
+    site: AttentionSite, reader: MaskReader, assume_sorted: bool, seen: dict[Any, Visibility | UnknownMask]
 ) -> Visibility:
     """The mask's meaning; layers share masks, so each is read once."""
     if site.mask is None:
@@ -138,7 +138,7 @@ def _visibility(
     return found
 
 
-def _replacement(site: AttentionSite, visibility: Visibility, reader: IndexReader, settings: Settings) -> Replacement:
+def _replacement(site: AttentionSite, visibility: Visibility, reader: MaskReader, settings: Settings) -> Replacement:
     if changes := _changes(site):
         raise UnknownMask(f"the mask is {visibility.name}, but {changes[0]}, which takes block lists of a mask")
     if visibility.keys and (site.inside or site.mask is None or site.mask.role != "shows"):

@@ -8,11 +8,11 @@ from typing import Any
 import sympy
 import torch
 
-from glue_compiler.fx.index_expressions import IndexReader
 from glue_compiler.fx.index_numbers import as_boolean
 from glue_compiler.fx.index_operators import INDEX_DTYPES, is_non_negative
 from glue_compiler.fx.index_views import Index, NotAView, number_of
 from glue_compiler.fx.operators import Call, Value
+from glue_compiler.passes.specialize_attention.mask_reader import MaskReader
 
 aten = torch.ops.aten
 
@@ -27,7 +27,7 @@ def over_tokens(expression: Any) -> Any | None:
     return vector if vector.xreplace({TOKEN: QUERY}) == expression else None
 
 
-def is_monotone(vector: Any, reader: IndexReader, *, assume_sorted: bool) -> bool:
+def is_monotone(vector: Any, reader: MaskReader, *, assume_sorted: bool) -> bool:
     """Is ``vector``, an expression of ``TOKEN``, proved never to decrease, or never to increase, along a row?
 
     Its runs of equal values are contiguous then, so tokens with equal values are a document. ``assume_sorted``: integer
@@ -38,7 +38,7 @@ def is_monotone(vector: Any, reader: IndexReader, *, assume_sorted: bool) -> boo
 
 @dataclass(frozen=True)
 class _Direction:
-    reader: IndexReader
+    reader: MaskReader
     assume_sorted: bool
 
     def of(self, vector: Any) -> int | None:
@@ -56,18 +56,19 @@ class _Direction:
             return None if direction is None else direction * (1 if factor > 0 else -1)
         if isinstance(vector, sympy.floor):
             return self.of(vector.args[0])
-        value = self.reader.leaves.get(getattr(vector.func, "__name__", ""))
-        return self._of_leaf(value, vector.args) if value is not None else None
+        return self._of_leaf(getattr(vector.func, "__name__", ""), vector.args)
 
-    def _of_leaf(self, value: Value, index: Index) -> int | None:
+    def _of_leaf(self, name: str, index: Index) -> int | None:
+        value = self.reader.leaves.get(name)
         along = [dim for dim, i in enumerate(index) if TOKEN in i.free_symbols]
-        if len(along) != 1 or index[along[0]] not in (TOKEN, TOKEN - 1):
+        if value is None or len(along) != 1 or index[along[0]] not in (TOKEN, TOKEN - 1):
             return None
         is_assumed = self.assume_sorted and self.reader.dtype(value) in INDEX_DTYPES
-        return 1 if is_assumed or _never_decreases(value, along[0], self.reader) else None
+        is_sorted = is_assumed or name in self.reader.documents
+        return 1 if is_sorted or _never_decreases(value, along[0], self.reader) else None
 
 
-def _never_decreases(value: Value, dim: int, reader: IndexReader) -> bool:
+def _never_decreases(value: Value, dim: int, reader: MaskReader) -> bool:
     """Does the operator behind ``value`` give numbers that never decrease along ``dim``?"""
     if reader.dtype(value) not in INDEX_DTYPES:
         return False
@@ -91,7 +92,7 @@ def _never_decreases(value: Value, dim: int, reader: IndexReader) -> bool:
     return False
 
 
-def _counts_from(least: Any, value: Any, dim: int, reader: IndexReader) -> bool:
+def _counts_from(least: Any, value: Any, dim: int, reader: MaskReader) -> bool:
     """Is ``value`` a cumsum of non-negative steps along ``dim``, and ``least`` a number, no more than any sum?"""
     if not least.is_Integer or least > 0 or not _is_of_integers(value, reader):
         return False
@@ -107,16 +108,16 @@ def _counts_from(least: Any, value: Any, dim: int, reader: IndexReader) -> bool:
     return False
 
 
-def _is_of_integers(value: Any, reader: IndexReader) -> bool:
+def _is_of_integers(value: Any, reader: MaskReader) -> bool:
     return reader.operators.is_tensor(value) and reader.dtype(value) in INDEX_DTYPES
 
 
-def _places(value: Value, reader: IndexReader) -> Index:
+def _places(value: Value, reader: MaskReader) -> Index:
     """Any element."""
     return tuple(sympy.Dummy(f"index{d}", integer=True, nonnegative=True) for d in range(len(reader.shape(value))))
 
 
-def _grows(value: Any, dim: int, reader: IndexReader) -> bool:
+def _grows(value: Any, dim: int, reader: MaskReader) -> bool:
     """Are the integers of ``value`` proved to grow, or to stay equal, along ``dim``?"""
     if not _is_of_integers(value, reader):
         return False
@@ -125,7 +126,7 @@ def _grows(value: Any, dim: int, reader: IndexReader) -> bool:
     return vector is not None and _Direction(reader, False).of(vector) == 1
 
 
-def unit_step_vectors(ids: Any, reader: IndexReader) -> list[Any]:
+def unit_step_vectors(ids: Any, reader: MaskReader) -> list[Any]:
     """Vectors that grow by exactly one from token to token wherever ``ids``, an expression of ``TOKEN``, stays equal.
 
     ``ids`` is a cumsum of steps. Where it stays equal all steps between are zero (they are non-negative); if a step is

@@ -8,7 +8,7 @@ from typing import Any
 import sympy
 import torch
 
-from glue_compiler.fx.index_expressions import IndexReader, Unreadable
+from glue_compiler.fx.index_expressions import Unreadable
 from glue_compiler.fx.index_numbers import as_boolean, as_number, holds_where, is_selected_constant
 from glue_compiler.fx.index_views import NotAView
 from glue_compiler.ops.mask_blocks import hidden_below
@@ -23,6 +23,7 @@ from glue_compiler.passes.specialize_attention.documents import (
     over_tokens,
     unit_step_vectors,
 )
+from glue_compiler.passes.specialize_attention.mask_reader import MaskReader
 
 
 class UnknownMask(Exception):
@@ -54,7 +55,7 @@ class Visibility:
         return kind + padding + (f", window {self.window}" if self.window > 0 else "")
 
 
-def classify_mask(mask: Mask, batch: Any, length: Any, reader: IndexReader, *, assume_sorted: bool) -> Visibility:
+def classify_mask(mask: Mask, batch: Any, length: Any, reader: MaskReader, *, assume_sorted: bool) -> Visibility:
     """Classify the mask of ``batch`` rows, each with ``length`` queries and as many keys.
 
     Raises:
@@ -72,19 +73,19 @@ def classify_mask(mask: Mask, batch: Any, length: Any, reader: IndexReader, *, a
         raise UnknownMask(f"{reason}, so its contents are not known") from None
 
 
-def _element(mask: Mask, batch: Any, reader: IndexReader) -> Any:
+def _element(mask: Mask, batch: Any, reader: MaskReader) -> Any:
     """What the mask holds for a score."""
     rank = reader.operators.meta(mask.value).rank
     return reader.read(mask.value, (sympy.Integer(0) if batch == 1 else BATCH, HEAD, QUERY, KEY)[4 - rank :])
 
 
-def _shown(mask: Mask, element: Any, reader: IndexReader) -> Any:
+def _shown(mask: Mask, element: Any, reader: MaskReader) -> Any:
     """The condition under which a query sees a key."""
     visible = _visible(element, mask.factor, reader.operators.meta(mask.value).dtype)
     return sympy.Not(visible) if mask.role == "hides" else visible
 
 
-def _input_matrix(element: Any, reader: IndexReader) -> str | None:
+def _input_matrix(element: Any, reader: MaskReader) -> str | None:
     """What to say of a mask that reads an input of the graph at query and key."""
     for read in element.atoms(sympy.core.function.AppliedUndef):
         value = reader.leaves[str(read.func)]
@@ -116,7 +117,7 @@ def _visible(value: Any, factor: float, dtype: torch.dtype) -> Any:
 
 
 class _Classifier:
-    def __init__(self, visible: Any, length: Any, reader: IndexReader, assume_sorted: bool) -> None:
+    def __init__(self, visible: Any, length: Any, reader: MaskReader, assume_sorted: bool) -> None:
         self.visible = sympy.to_nnf(visible, simplify=False)
         self.length = length
         self.reader = reader

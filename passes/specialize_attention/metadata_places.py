@@ -12,11 +12,11 @@ import torch
 from sympy.core.function import AppliedUndef
 from torch import fx
 
-from glue_compiler.fx.index_expressions import IndexReader
 from glue_compiler.fx.value_numbering import Numbering, Scope
 from glue_compiler.fx.values import expression, value_of
 from glue_compiler.passes.specialize_attention.attention_parts import AttentionSite
 from glue_compiler.passes.specialize_attention.documents import BATCH, KEY, TOKEN
+from glue_compiler.passes.specialize_attention.mask_reader import MaskReader
 from glue_compiler.passes.specialize_attention.masks import UnknownMask, Visibility
 
 COMPARISONS: dict[Any, Callable[..., Any]] = {
@@ -53,7 +53,7 @@ class MetadataPlace:
     length: int | fx.Node | None
 
 
-def metadata_place(site: AttentionSite, visibility: Visibility, reader: IndexReader) -> MetadataPlace:
+def metadata_place(site: AttentionSite, visibility: Visibility, reader: MaskReader) -> MetadataPlace:
     """The outermost graph around the site in which everything is known.
 
     Raises:
@@ -75,7 +75,7 @@ def metadata_place(site: AttentionSite, visibility: Visibility, reader: IndexRea
     raise UnknownMask(f"the mask is {visibility.name}, but what it is made from is not at hand where it is needed")
 
 
-def _place_in(scope: Scope, site: AttentionSite, names: list[str], reader: IndexReader) -> MetadataPlace | None:
+def _place_in(scope: Scope, site: AttentionSite, names: list[str], reader: MaskReader) -> MetadataPlace | None:
     numbering = reader.operators.numbering
     before = anchor(site.output, site.scope, scope)
     leaves = {name: _leaf_place(name, scope, before, reader) for name in names}
@@ -95,7 +95,7 @@ def anchor(node: fx.Node, inner: Scope, outer: Scope) -> fx.Node:
     return node
 
 
-def _leaf_place(name: str, scope: Scope, before: fx.Node, reader: IndexReader) -> LeafPlace | None:
+def _leaf_place(name: str, scope: Scope, before: fx.Node, reader: MaskReader) -> LeafPlace | None:
     numbering = reader.operators.numbering
     number: Any = reader.operators.number(reader.leaves[name])
     around: Scope | None = scope
@@ -128,12 +128,12 @@ def _size(site: AttentionSite, scope: Scope, dim: int, before: fx.Node, numberin
 _COMPUTED = (sympy.Not, sympy.And, sympy.Or, sympy.Add, sympy.Mul, *COMPARISONS)
 
 
-def _require_computable(whole: Any, sizes: Mapping[Any, Any], reader: IndexReader) -> None:
+def _require_computable(whole: Any, sizes: Mapping[Any, Any], reader: MaskReader) -> None:
     """Of a vector over tokens, or a condition of keys."""
     parts = sympy.preorder_traversal(whole)
     for part in parts:
         if isinstance(part, AppliedUndef):
-            taken_of(part, reader.shape(reader.leaves[part.func.__name__]), sizes)
+            taken_of(part, reader.leaf_shape(part.func.__name__), sizes)
             parts.skip()
         elif isinstance(part, sympy.floor):
             numerator, denominator = sympy.fraction(sympy.together(part.args[0]))

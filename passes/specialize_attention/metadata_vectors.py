@@ -13,10 +13,10 @@ import torch
 from torch import fx
 
 import glue_compiler.ops  # noqa: F401  registers torch.ops.glue
-from glue_compiler.fx.index_expressions import IndexReader
 from glue_compiler.fx.node_maker import NodeMaker
 from glue_compiler.fx.values import expression, value_of
 from glue_compiler.passes.specialize_attention.documents import BATCH, KEY, TOKEN
+from glue_compiler.passes.specialize_attention.mask_reader import MaskReader
 from glue_compiler.passes.specialize_attention.metadata_places import COMPARISONS, MetadataPlace, Run, taken_of
 
 _glue = torch.ops.glue
@@ -32,7 +32,7 @@ class MetadataVectors:
     """
 
     make: NodeMaker
-    reader: IndexReader
+    reader: MaskReader
     place: MetadataPlace
     results: Mapping[fx.Node, fx.Node]
     batch: Any
@@ -87,9 +87,11 @@ class MetadataVectors:
         known = {
             places: expression(value_of(size)) if isinstance(size, fx.Node) else size for places, size in sizes.items()
         }
-        taken = taken_of(vector, self.reader.shape(self.reader.leaves[name]), known)
+        taken = taken_of(vector, self.reader.leaf_shape(name), known)
         items = tuple(slice(part.first, part.last) if isinstance(part, Run) else part for part in taken)
         node = self.make.brought_to(self.results.get(place.node, place.node), place.scope, self.place.scope)
+        if name in self.reader.documents:
+            node = self.make.call(_glue.mask_documents.default, node)
         found = self.make.proxy(node)
         if any(item != slice(0, None) for item in items):
             found = found[items]

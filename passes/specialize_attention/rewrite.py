@@ -14,7 +14,6 @@ from torch import fx
 import glue_compiler.ops  # noqa: F401  registers torch.ops.glue
 from glue_compiler.errors import GlueInvariantError
 from glue_compiler.fx.dead_nodes import erase_dead
-from glue_compiler.fx.index_expressions import IndexReader
 from glue_compiler.fx.node_maker import NodeMaker
 from glue_compiler.fx.value_numbering import Scope
 from glue_compiler.fx.values import expression, requires_grad, storages_of, value_of
@@ -23,6 +22,7 @@ from glue_compiler.ops.mask_blocks import Kind, to_whole_blocks, whole_blocks_pa
 from glue_compiler.passes.specialize_attention.analysis import AttentionPlan, Replacement
 from glue_compiler.passes.specialize_attention.attention_parts import AttentionSite
 from glue_compiler.passes.specialize_attention.listed_masks import Elements, ListedMask, ScoreChange
+from glue_compiler.passes.specialize_attention.mask_reader import MaskReader
 from glue_compiler.passes.specialize_attention.masks import Visibility
 from glue_compiler.passes.specialize_attention.memory_layouts import has_layout, layout_of
 from glue_compiler.passes.specialize_attention.metadata_places import MetadataPlace, anchor
@@ -31,7 +31,7 @@ from glue_compiler.passes.specialize_attention.metadata_vectors import MetadataV
 _glue = torch.ops.glue
 
 
-def apply_plan(plan: AttentionPlan, reader: IndexReader, *, few_sizes: bool) -> Counter[str]:
+def apply_plan(plan: AttentionPlan, reader: MaskReader, *, few_sizes: bool) -> Counter[str]:
     """Rewrite all sites; returns how many took each form, and how many nodes went away.
 
     ``few_sizes``: of metadata, as CUDA graphs need.
@@ -49,7 +49,7 @@ def apply_plan(plan: AttentionPlan, reader: IndexReader, *, few_sizes: bool) -> 
 
 
 class _Writer:
-    def __init__(self, reader: IndexReader, few_sizes: bool) -> None:
+    def __init__(self, reader: MaskReader, few_sizes: bool) -> None:
         self.reader, self.few_sizes = reader, few_sizes
         self.make = NodeMaker(reader.operators.analysis.fake_mode)
         self.shared: dict[Any, list[fx.Node]] = {}

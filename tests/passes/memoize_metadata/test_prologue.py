@@ -316,3 +316,29 @@ def test_a_parameter_is_no_part_of_a_batch(kind):
     run = compile_split(lambda x, table: x * table.cumsum(0), memoize_threshold=1024)
     run.call(torch.randn(4096), table)
     assert memo_report(run).changed == (kind is torch.Tensor)
+
+
+def offsets(ids):
+    return torch.ops.glue.exact_document_offsets.default(ids != ids.roll(1, -1))
+
+
+def test_offsets_of_the_documents_of_a_mask_move():
+    """They wait for the device, and each layer would compute them."""
+
+    def fn(x, mask):
+        return x * offsets(torch.ops.glue.mask_documents.default(mask)).sum()
+
+    run, (x, _) = compile_split(fn), inputs()
+    for lengths in ((5, 1, 6), (2, 10)):
+        ids = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+        mask = (ids[:, None] == ids)[None, None]
+        assert_same_bits(lambda x, mask=mask: fn(x, mask), lambda x, mask=mask: run.call(x, mask), [x])
+    prologue, rest = run.graphs
+    for operator in (torch.ops.glue.mask_documents.default, torch.ops.glue.exact_document_offsets.default):
+        assert (count(prologue, operator), count(rest, operator)) == (1, 0)
+
+
+def test_offsets_of_small_vectors_stay():
+    run, (x, _) = compile_split(lambda x, ids: x * offsets(ids).sum()), inputs()
+    run.call(x, torch.tensor([[0, 0, 1, 1]]))
+    assert len(run.graphs) == 1
