@@ -57,10 +57,10 @@ class Pipeline:
         self.options = options
         self.counter = counter or RewriteCounter()
         self.passes = tuple(p for p in passes if options.is_enabled(p.name, p.default))
-        one, *others = [p.name for p in self.passes if isinstance(p, JointPass)] or [None]
-        if others:
+        deciding = [p.name for p in self.passes if isinstance(p, JointPass)]
+        if len(deciding) > 1:
             raise GlueContractError(
-                f"passes '{one}' and '{others[0]}' both decide what is saved for backward; switch one off"
+                f"passes '{deciding[0]}' and '{deciding[1]}' both decide what is saved for backward; switch one off"
             )
 
     @classmethod
