@@ -18,7 +18,7 @@ from tests.captured import compile_with_glue
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 
-ROWS, INSIDE, OUTSIDE = 24, 64, 128  # bitsandbytes on a CPU is wrong where rows are not whole blocks of 64
+ROWS, INSIDE, OUTSIDE = 24, 64, 128  # bitsandbytes on a CPU is wrong where rows are not whole blocks
 
 
 @pytest.fixture(autouse=True)
