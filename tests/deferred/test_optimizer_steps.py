@@ -59,7 +59,7 @@ def test_they_are_read(name, optimizer):
     logits = operands.deferred()
     _stepped(operands, OPTIMIZERS[optimizer])
     assert is_deferred(logits)
-    assert torch.equal(READS[name](logits).detach(), expected)
+    torch.testing.assert_close(READS[name](logits).detach(), expected)  # some rows have other kernels than all
 
 
 WAITING = {
@@ -77,7 +77,7 @@ def test_what_was_made_of_them_before_is_read_too(name):
     part, expected = WAITING[name](operands.deferred()), WAITING[name](operands.eager()).detach()
     _stepped(operands)
     assert is_deferred(part)
-    assert torch.equal(part.detach() + 0, expected)
+    torch.testing.assert_close(part.detach() + 0, expected)
 
 
 def test_they_are_read_after_several_steps():
