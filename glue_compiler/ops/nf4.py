@@ -95,15 +95,16 @@ def launch_in_graph(graph: fx.Graph) -> None:
         return
     from glue_compiler.ops import nf4_triton
 
-    nodes, table = NodeMaker(value_of(calls[0]).fake_mode, key="val"), None
+    nodes, tables = NodeMaker(value_of(calls[0]).fake_mode, key="val"), dict[torch.device, fx.Node]()
     for call in calls:
         packed, scales, block, shape, dtype, *nested = call.args
         device, numbers = value_of(call).device, value_of(call).numel()
         with nodes.before(call, Mode(), call):
-            if table is None:  # in a body, too: its constants would have to be passed to it
-                table = _table_in_graph(nodes, device)
+            if device not in tables:  # in a body, too: its constants would have to be passed to it
+                tables[device] = _table_in_graph(nodes, device)
             out = nodes.call(torch.ops.aten.empty.memory_format, shape, dtype=dtype, device=device)
-            tensors, constants = nf4_triton.arguments(numbers, packed, scales, table, out, block, SCALE_BLOCK, *nested)
+            given = (packed, scales, tables[device], out, block, SCALE_BLOCK, *nested)
+            tensors, constants = nf4_triton.arguments(numbers, *given)
             grid = nf4_triton.programs(numbers), 1, 1
             written = triton_calls.call_in_graph(nodes.call, nf4_triton.dequantize, grid, tensors, constants, "out")
         call.replace_all_uses_with(written)

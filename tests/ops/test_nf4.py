@@ -41,41 +41,44 @@ def test_it_is_registered_as_it_behaves(nested):
     torch.library.opcheck(nf4.dequantize_nf4, given, test_utils=("test_schema", "test_faketensor"))
 
 
-def graph_on(device, calls=2):
+def graph_on(*devices):
+    """A graph of one dequantisation on each device."""
     mode = FakeTensorMode(shape_env=ShapeEnv())
-    graph = fx.Graph()
-    with mode:
-        values = [
-            torch.empty(48 * 128, 1, dtype=torch.uint8, device=device),
-            torch.empty(3, device=device),
-            torch.empty(192, dtype=torch.uint8, device=device),
-            torch.empty(256, device=device),
-            torch.empty((), device=device),
-        ]
-    places = []
-    for place, value in enumerate(values):
-        places.append(graph.placeholder(f"in_{place}"))
-        places[-1].meta["val"] = value
-    made = []
-    for _ in range(calls):
+    graph, made = fx.Graph(), []
+    for device in devices:
+        with mode:
+            values = [
+                torch.empty(48 * 128, 1, dtype=torch.uint8, device=device),
+                torch.empty(3, device=device),
+                torch.empty(192, dtype=torch.uint8, device=device),
+                torch.empty(256, device=device),
+                torch.empty((), device=device),
+            ]
+            result = torch.empty(96, 128, dtype=torch.bfloat16, device=device)
+        places = []
+        for value in values:
+            places.append(graph.placeholder("given"))
+            places[-1].meta["val"] = value
         given = (*places[:2], BLOCK, [96, 128], torch.bfloat16, *places[2:])
         made.append(graph.call_function(torch.ops.glue.dequantize_nf4.default, given))
-        with mode:
-            made[-1].meta["val"] = torch.empty(96, 128, dtype=torch.bfloat16, device=device)
+        made[-1].meta["val"] = result
     graph.output(tuple(made))
     return graph
 
 
-def test_on_a_gpu_the_compiler_launches_the_kernel():
+@pytest.mark.parametrize(("devices", "tables"), [(("cuda:0", "cuda:0"), 1), (("cuda:0", "cuda:1"), 2)])
+def test_on_a_gpu_the_compiler_launches_the_kernel(devices, tables):
     pytest.importorskip("triton")
-    graph = graph_on("cuda")
+    graph = graph_on(*devices)
     nf4.launch_in_graph(graph)
     graph.lint()
     targets = [str(node.target) for node in graph.nodes]
     assert "glue.dequantize_nf4.default" not in targets
-    assert sum("triton_kernel_wrapper_functional" in target for target in targets) == 2
-    assert targets.count("prims.iota.default") == 1  # both read one table
-    for result in graph.output_node().args[0]:
+    assert targets.count("prims.iota.default") == tables  # of a device, which all of its weights read
+    calls = [node for node in graph.nodes if "triton_kernel_wrapper_functional" in str(node.target)]
+    assert len(calls) == 2
+    for call, result in zip(calls, graph.output_node().args[0], strict=True):
+        assert len({tensor.meta["val"].device for tensor in call.kwargs["kwargs"].values()}) == 1
         assert result.meta["val"].shape == (96, 128)
         assert result.meta["val"].dtype == torch.bfloat16
 
@@ -94,7 +97,7 @@ def test_the_table_in_a_graph_is_nf4s():
 
 
 def test_a_cpu_calls_the_operator():
-    graph = graph_on("cpu")
+    graph = graph_on("cpu", "cpu")
     nf4.launch_in_graph(graph)
     targets = [str(node.target) for node in graph.nodes]
     assert targets.count("glue.dequantize_nf4.default") == 2
