@@ -142,10 +142,12 @@ class Recorder:
 
     def __call__(self, overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """See :func:`glue_compiler.compat.operator_calls.observed_operators`."""
-        arguments = {name: self._described(value) for name, value in _bound(overload, args, kwargs).items()}
+        arguments = {name: self._described(value) for name, value in bound_arguments(overload, args, kwargs).items()}
         schema = overload._schema
         written = tuple(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
-        changed = {id(tensor) for name in written for tensor in tensors_in(_bound(overload, args, kwargs)[name])}
+        changed = {
+            id(tensor) for name in written for tensor in tensors_in(bound_arguments(overload, args, kwargs)[name])
+        }
         step, found, memory = len(self.operators), [], []
         for index, leaf in enumerate(leaves(result)):
             if isinstance(leaf, torch.Tensor):
@@ -160,7 +162,7 @@ class Recorder:
                 memory.append(-1)
                 found.append(expression(leaf))
         for name in written:
-            for tensor in tensors_in(_bound(overload, args, kwargs)[name]):
+            for tensor in tensors_in(bound_arguments(overload, args, kwargs)[name]):
                 if is_plain(tensor):
                     self._written[storage_of(tensor)] = id(tensor)
         self.operators.append(RecordedOperator(overload, arguments, tuple(found), tuple(memory), written))
@@ -187,7 +189,8 @@ class Recorder:
         return expression(value)
 
 
-def _bound(overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def bound_arguments(overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by the names of the operator's schema, defaults among them."""
     bound: dict[str, Any] = {}
     for position, argument in enumerate(overload._schema.arguments):
         if position < len(args) and not argument.kwarg_only:

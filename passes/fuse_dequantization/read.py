@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
 
 from glue_compiler.compat.symbols import size_when_traced
+from glue_compiler.fx.records import bound_arguments
 from glue_compiler.fx.values import has_value, is_in_order, is_plain, value_of
 from glue_compiler.ops.kernel_support import runs_triton
 from glue_compiler.ops.nf4 import SCALE_BLOCK
@@ -73,14 +72,14 @@ def find_calls(graph: fx.Graph) -> tuple[list[Call], list[Skip]]:
 
 
 def _read(node: fx.Node) -> Call | str:
-    given = _arguments(node)
+    given = bound_arguments(node.target, node.args, node.kwargs)
     value = value_of(node)
     if not runs_triton(value):
         return "glue's kernel is Triton's, which is not installed, or has no code for this device"
     if given["quant_type"] != "nf4":
         return f"the weight is of type {given['quant_type']}, and glue's kernel is for nf4"
     if _name_of(node) == _PRODUCT:
-        product, packed, shape = Product(given["A"], given.get("bias")), given["B"], tuple(given["shapeB"])
+        product, packed, shape = Product(given["A"], given["bias"]), given["B"], tuple(given["shapeB"])
         scales = Scales(given["absmax"], given["absmax_8bit"], given["absmax_code"], given["absmax_offset"])
         rows = math.prod(size_when_traced(size) or LEAST_ROWS for size in value.shape[:-1])
         if rows < LEAST_ROWS:
@@ -112,17 +111,12 @@ def _scales(node: fx.Node) -> Scales:
     if isinstance(node, fx.Node) and node.target is torch.ops.aten.add.Tensor and not node.kwargs:
         nested, offset = node.args
         if isinstance(nested, fx.Node) and isinstance(offset, fx.Node) and _name_of(nested) == _OF_SCALES:
-            given = _arguments(nested)
+            given = bound_arguments(nested.target, nested.args, nested.kwargs)
             values = value_of(offset), value_of(nested)
             is_read = values[0].numel() == 1 and all(value.dtype == torch.float32 for value in values)
             if is_read and given["blocksize"] == SCALE_BLOCK and values[1].dim() == 1:
                 return Scales(given["absmax"], given["A"], given["code"], offset)
     return Scales(node)
-
-
-def _arguments(node: fx.Node) -> Mapping[str, Any]:
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-    return {**dict.fromkeys(names), **dict(zip(names, node.args, strict=False)), **node.kwargs}
 
 
 def _name_of(node: fx.Node) -> str:
