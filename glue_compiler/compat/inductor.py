@@ -163,9 +163,9 @@ def _depends_on_data(graph: fx.GraphModule) -> bool:
     return any(unbacked_symbols(node.meta.get("val")) for node in graph.graph.nodes)
 
 
-def compile_as_torch_does(name: str, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """With the backend that ``torch.compile(backend=name)`` takes."""
-    compiled: Callable[..., Any] = torch._dynamo.lookup_backend(name)(gm, list(inputs))
+def compile_as_torch_does(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """As ``torch.compile`` does without ``backend``."""
+    compiled: Callable[..., Any] = torch._dynamo.lookup_backend("inductor")(gm, list(inputs))
     return compiled
 
 

@@ -93,21 +93,37 @@ def partition_patch(key: bytes | None, edit: Edit, options: Mapping[str, Any]) -
     return {"custom_partitioner_fn": EditedPartition(key, edit, inner)}
 
 
-def compile_with_aot_eager(gm: fx.GraphModule, inputs: Sequence[Any], edit: Edit) -> Callable[..., Any]:
+def compile_with_aot_eager(gm: fx.GraphModule, inputs: Sequence[Any], edit: Edit | None = None) -> Callable[..., Any]:
     """``backend="aot_eager"`` with ``edit`` between partitioning and running the graphs' operators one by one."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     def run(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         inline_bodies(gm)
+        _view_any_strides(gm)
         made: Callable[..., Any] = boxed_nop(gm, list(inputs))
         return made
 
     compiler = aot_autograd(
         fw_compiler=run,
         bw_compiler=run,
-        partition_fn=EditedPartition(b"", edit),
+        partition_fn=min_cut_rematerialization_partition if edit is None else EditedPartition(b"", edit),
         keep_inference_input_mutations=True,
     )
     compiled: Callable[..., Any] = compiler(gm, list(inputs))
     return compiled
+
+
+def _view_any_strides(gm: fx.GraphModule) -> None:
+    """Tracing has made views for the strides that it computed, and operators that run may have others.
+
+    Up to 2.13 at least, ``softplus_backward`` is traced with the strides of its input, and has those of the gradient.
+    """
+    views = torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default
+    for module in gm.modules():
+        if isinstance(module, fx.GraphModule):
+            for node in module.graph.nodes:
+                if node.op == "call_function" and node.target in views:
+                    node.target = torch.ops.aten.reshape.default
+            module.recompile()

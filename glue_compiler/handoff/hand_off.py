@@ -34,11 +34,9 @@ def hand_off(
     without one, nothing comes from Inductor's caches and nothing goes there.
     """
     if options.compiler == "aot_eager":
-        if edit_pair is not None:
-            return partition.compile_with_aot_eager(gm, inputs, edit_pair)
-        return inductor.compile_as_torch_does("aot_eager", gm, inputs)
+        return partition.compile_with_aot_eager(gm, inputs, edit_pair)
     if not inductor.HAND_OFF.is_available():
-        return inductor.compile_as_torch_does("inductor", gm, inputs)
+        return inductor.compile_as_torch_does(gm, inputs)
 
     # config_patches, and not a context manager around the call: the backward is compiled after it has returned.
     patches = {**options.inductor, **inductor.post_grad_patch(passes_uuid, _call_kernels, options.inductor)}
