@@ -6,8 +6,7 @@ import contextlib
 import dis
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,106 +16,8 @@ from glue_compiler.compat import layer_calls
 from glue_compiler.compat.harmless_values import touched
 from glue_compiler.compat.known_index import hit_variable, read_as_number, replace_known_index
 from glue_compiler.compat.parts import ANY, Feature, Uses
-
-
-@dataclass(frozen=True)
-class TracedInstruction:
-    """An instruction that Dynamo has traced, and the stack before and after it, the lowest value first.
-
-    ``nodes``: how many it has added to the graph. ``goes_on``: it is neither a return nor the end of a graph.
-    """
-
-    frame: Any
-    at: int
-    before: Sequence[Any]
-    after: Sequence[Any]
-    nodes: int
-    goes_on: bool
-
-    @property
-    def instruction(self) -> Any:
-        return self.frame.instructions[self.at]
-
-    @property
-    def pushed(self) -> list[Any]:
-        """The values that were not on the stack before."""
-        known = {id(value) for value in self.before}
-        return [touched(value) for value in self.after if id(value) not in known]
-
-    def taken(self, pushes: int) -> list[Any]:
-        """The values that it took, if it pushes this many."""
-        return [touched(value) for value in self.before[max(len(self.after) - pushes, 0) :]]
-
-
-class TracingObserver:
-    """Told and asked while Dynamo traces a frame. What a class does not override is left to Dynamo."""
-
-    def begins(self) -> None:
-        """Dynamo begins to trace, also again after a failed speculation: nothing told before holds any more."""
-
-    def length_of(self, frame: Any, iterated: fx.Node) -> int | None:
-        """How many items a tensor of unknown length has; they are ``tensor([0])``, ``tensor([1])``, ... then."""
-        return None
-
-    def decide(self, frame: Any, at: int | None, node: fx.Node, expression: Any) -> bool | None:
-        """The value of a condition that only exists at run time.
-
-        Args:
-            frame: Dynamo's translator.
-            at: index of the conditional jump; None: Python asks for a bool elsewhere.
-            node: of the condition. expression: its sympy expression, if it is a number.
-        """
-        return None
-
-    def is_watching(self, frame: Any, at: int) -> bool:
-        """Is ``stepped`` to be called after the instruction at ``at``? Asked of all sixty thousand of a large model."""
-        return False
-
-    def stepped(self, step: TracedInstruction) -> None:
-        """Dynamo has traced an instruction."""
-
-    def asks_for_gradient(self, node: fx.Node) -> bool:
-        """Traced code calls ``requires_grad_()`` of a tensor that it has made: is the call left out of the graph?
-
-        Dynamo's record of the tensor asks for a gradient from then on.
-        """
-        return False
-
-    def created(self, token: Any) -> None:
-        """Traced code made a Python object that can change; ``token`` stands for it."""
-
-    def enters_inference_mode(self, bodies_of: Sequence[Any]) -> str | None:
-        """Called before traced code enters inference mode; a text, if the graph has to end there: why.
-
-        Args:
-            bodies_of: the higher-order operators in whose bodies that is, as Dynamo names them, the innermost first.
-        """
-        return None
-
-    def made(self, node: fx.Node, frame: Any, bodies_of: Sequence[Any], misuses_index: bool) -> None:
-        """Dynamo has added a node to a graph; its value is on record when :meth:`traced` is called.
-
-        Args:
-            frame: the translator that traces the code that the node comes from.
-            bodies_of: as in ``enters_inference_mode``.
-            misuses_index: it takes an item of ``length_of``'s otherwise than to index a tensor with it.
-        """
-
-    def traced(self, frame: Any) -> None:
-        """Called before each instruction: what came before is traced, and its values are on record."""
-
-    def looks_into_container(self, frame: Any) -> None:
-        """Called before a test for membership, of the two values on top of the stack."""
-
-    def breaks(self, frame: Any) -> None:
-        """Dynamo ends the graph: what is on the stack of ``frame`` is done by Python."""
-
-    def calls(self, call: layer_calls.ModuleCall) -> str | None:
-        """Called before a function of a module is inlined; a text, if Python is to make the call itself: why."""
-        return None
-
-    def called(self, call: layer_calls.ModuleCall) -> None:
-        """What ``calls`` was called with has been inlined."""
+from glue_compiler.compat.tracing_observer import TracedInstruction as TracedInstruction
+from glue_compiler.compat.tracing_observer import TracingObserver as TracingObserver
 
 
 TRACING = Feature(
@@ -242,6 +143,7 @@ def _install() -> None:
     from torch._dynamo.output_graph import OutputGraph, SubgraphTracer
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
     from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
+    from torch._dynamo.variables.builtin import BuiltinVariable
     from torch._dynamo.variables.ctx_manager import InferenceModeVariable
     from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 
@@ -257,6 +159,8 @@ def _install() -> None:
         (AttributeMutationNew, "__init__", _born),
         (ValueMutationNew, "__init__", _born),
     ]
+    if hasattr(BuiltinVariable, "call_range"):  # a loop over a range is left to Dynamo otherwise
+        parts.append((BuiltinVariable, "call_range", _range))
     if hasattr(InstructionTranslatorBase, "inline_user_function_return"):  # of regions alone, which ask for it
         parts.append((InstructionTranslatorBase, "inline_user_function_return", _inline))
     # All or none: what may fail comes before the first is replaced.
@@ -283,6 +187,23 @@ def _unpack(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, tx, idxes)
 
     return unpack_var_sequence
+
+
+def _range(original: Callable[..., Any]) -> Callable[..., Any]:
+    from torch._dynamo.variables.constant import ConstantVariable
+    from torch._dynamo.variables.tensor import SymNodeVariable
+
+    def call_range(self: Any, tx: Any, *args: Any) -> Any:
+        count = touched(args[0]) if len(args) == 1 else None
+        number = count.sym_num if isinstance(count, SymNodeVariable) else getattr(count, "value", None)
+        if isinstance(number, torch.SymInt) or type(number) is int:
+            for observer in _observers.now:
+                steps = observer.steps_of(tx, number)
+                if steps is not None:
+                    return original(self, tx, ConstantVariable.create(steps))
+        return original(self, tx, *args)
+
+    return call_range
 
 
 def _ask(original: Callable[..., Any]) -> Callable[..., Any]:

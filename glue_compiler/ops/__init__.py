@@ -4,6 +4,7 @@ Importing this package registers them; a graph calls them as ``torch.ops.glue.<n
 """
 
 import glue_compiler.ops.flop_formulas  # noqa: F401  registers them
+from glue_compiler.ops.counted_loop import counted_loop
 from glue_compiler.ops.embedding import embedding_gradient
 from glue_compiler.ops.expert_rows import expert_combine, expert_dot, expert_gather
 from glue_compiler.ops.expert_sort import expert_sort
@@ -28,6 +29,7 @@ from glue_compiler.ops.varlen_attention import varlen_attention
 
 __all__ = [
     "causal_attention",
+    "counted_loop",
     "deinterleave",
     "document_blocks",
     "document_offsets",
