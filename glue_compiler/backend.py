@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from types import CodeType
 from typing import Any
@@ -123,13 +125,13 @@ class GlueBackend:
     def begin_frame(self, stored: Mapping[str, Any], code: CodeType) -> capture.Asked:
         pipeline = self._pipeline_for(stored)  # wrong options and passes are errors before anything is traced
         self.frames.add(code)
-        options, how = pipeline.options, capture.Capture.DYNAMO
+        options, how, loops = pipeline.options, capture.Capture.DYNAMO, capture.Loops.NONE
         if options.capture:
-            loops = any(p.proves_loops for p in pipeline.passes)
+            loops = functools.reduce(operator.or_, (p.proves_loops for p in pipeline.passes), loops)
             how = capture.Capture.LOOPS if loops else capture.Capture.VALUES
         is_planned = options.offload is not None or options.memory_budget is not None
         refusal = "'offload' and 'memory_budget' look at all layers of a step" if is_planned else None
-        return capture.Asked(how, options.regions == "auto", refusal)
+        return capture.Asked(how, options.regions == "auto", refusal, loops)
 
     def record_capture(self, stored: Mapping[str, Any], event: capture.CaptureEvent) -> None:
         self._session_for(self._pipeline_for(stored).options).add_capture_event(event)

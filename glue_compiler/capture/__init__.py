@@ -17,7 +17,7 @@ from glue_compiler.capture.gradient_leaves import check_leaves
 from glue_compiler.capture.index_puts import check_rows
 from glue_compiler.capture.known_failures import KnownFailures
 from glue_compiler.capture.layer_regions import KnownLayers, LayerKind
-from glue_compiler.capture.regions import check_proved
+from glue_compiler.capture.regions import Loops, check_proved
 
 __all__ = [
     "FLAGS",
@@ -27,6 +27,7 @@ __all__ = [
     "KnownFailures",
     "KnownLayers",
     "LayerKind",
+    "Loops",
     "check_leaves",
     "check_proved",
     "check_rows",

@@ -8,7 +8,7 @@ which marks the regions that it has proved; a frame with any other region is con
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
@@ -17,10 +17,12 @@ import torch
 from torch import fx
 
 from glue_compiler.capture import bytecode, harmless, list_growth
+from glue_compiler.capture.counted_loops import STEP, TRACED, CountedLoop, counted_loop
 from glue_compiler.capture.list_growth import Growth
 from glue_compiler.capture.regions import (
     HITS,
     REGIONS,
+    Loops,
     NonEmptyBranch,
     SpeculativeRegion,
     UnrolledLoop,
@@ -39,10 +41,12 @@ _CAT = {torch.cat, torch.concat, torch.concatenate}
 class SpeculativeRegions(dynamo_tracing.TracingObserver):
     """The regions of the frame that is being converted.
 
-    ``shortened``: loops whose last position is left out, by code object and position in it.
+    ``shortened``: loops whose last position is left out, by code object and position in it. ``kinds``: of
+    loops, others are left to Dynamo.
     """
 
     shortened: frozenset[tuple[CodeType, int]] = frozenset()
+    kinds: Loops = Loops.EXPERTS | Loops.COUNTED
     regions: list[SpeculativeRegion] = field(default_factory=list)
     overran: set[tuple[CodeType, int]] = field(default_factory=set)
     """The loops whose body cannot run for the last position, named as in ``shortened``."""
@@ -51,6 +55,9 @@ class SpeculativeRegions(dynamo_tracing.TracingObserver):
 
     def all_harmless(self) -> bool:
         return all(region.is_harmless for region in self.regions)
+
+    def counted(self) -> Iterator[CountedLoop]:
+        return (region for region in self.regions if isinstance(region, CountedLoop))
 
     def close(self) -> None:
         """The frame is converted."""
@@ -64,7 +71,7 @@ class SpeculativeRegions(dynamo_tracing.TracingObserver):
 
     def length_of(self, frame: Any, iterated: fx.Node) -> int | None:
         """How many iterations to trace of a loop over ``iterated``, or None to leave it to Dynamo."""
-        hits = _nonzero_of_a_vector(iterated)
+        hits = _nonzero_of_a_vector(iterated) if Loops.EXPERTS in self.kinds else None
         head = dynamo_frames.loop_about_to_start(frame)
         if hits is None or head is None:
             return None
@@ -79,9 +86,16 @@ class SpeculativeRegions(dynamo_tracing.TracingObserver):
         self._add(region)
         return length
 
+    def steps_of(self, frame: Any, count: Any) -> int | None:
+        loop = counted_loop(frame, count) if Loops.COUNTED in self.kinds and not self._running() else None
+        if loop is None:
+            return None
+        self._add(loop)
+        return TRACED
+
     def decide(self, frame: Any, at: int | None, node: fx.Node, expression: Any) -> bool | None:
         """The value of a condition that tells no rows from some rows, when there are some; None for any other."""
-        if at is None:
+        if at is None or Loops.EXPERTS not in self.kinds:
             return None
         instructions = frame.instructions
         condition = row_condition(node, expression)
@@ -114,9 +128,13 @@ class SpeculativeRegions(dynamo_tracing.TracingObserver):
         return over
 
     def is_watching(self, frame: Any, at: int) -> bool:
-        return bool(self._open and self._touched_by(frame, at))
+        return bool(self._open) and (bool(self._touched_by(frame, at)) or any(self._loops_at(frame, at)))
 
     def stepped(self, step: dynamo_tracing.TracedInstruction) -> None:
+        for loop in list(self._loops_at(step.frame, step.at)):
+            loop.next_step() if step.at == loop.loop.head else loop.stepped(step)
+            if loop.is_over:
+                self._open.remove(loop)
         for region in self._touched_by(step.frame, step.at):
             if region.harm is None:
                 region.harm = self._harm(region, step)
@@ -134,6 +152,13 @@ class SpeculativeRegions(dynamo_tracing.TracingObserver):
         """The regions that the instruction at ``at`` of ``frame`` is in, or of a function that they call."""
         return [r for r in self._open if (r.holds(at) if r.frame is frame else r.is_running())]
 
+    def _loops_at(self, frame: Any, at: int) -> Iterator[CountedLoop]:
+        """Those that take their next number there, or use it."""
+        for region in self._open:
+            is_counted = isinstance(region, CountedLoop) and region.frame is frame
+            if is_counted and (at == region.loop.head or at in region.indexes):
+                yield region
+
     def created(self, token: Any) -> None:
         for region in self._running():
             region.created.append(token)
@@ -148,6 +173,8 @@ class SpeculativeRegions(dynamo_tracing.TracingObserver):
             node.meta[REGIONS] = tuple(running)
         for region in running:
             region.nodes += 1
+            if isinstance(region, CountedLoop):
+                node.meta[STEP] = region.step
             if isinstance(region, UnrolledLoop):
                 if _indexes_past_the_end(node, region.length - 1):
                     self.overran.add(_name(region.frame, region.loop))

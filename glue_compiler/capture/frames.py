@@ -24,6 +24,7 @@ from glue_compiler.capture.guarded_branches import GuardedBranches
 from glue_compiler.capture.inference_mode import InferenceMode
 from glue_compiler.capture.known_failures import KnownFailures
 from glue_compiler.capture.layer_regions import KnownLayers, LayerRegions
+from glue_compiler.capture.regions import Loops
 from glue_compiler.capture.size_assumptions import SizeAssumptions
 from glue_compiler.capture.traced_writes import TracedWrites
 from glue_compiler.compat import dynamo, dynamo_tracing, inductor, layer_calls
@@ -52,7 +53,7 @@ class Capture(enum.Enum):
 
     DYNAMO = "as Dynamo does by itself"
     VALUES = "with data-dependent values"
-    LOOPS = "with data-dependent values, and loops over experts traced for all experts"
+    LOOPS = "with data-dependent values, and loops traced otherwise than they run"
 
 
 @dataclass(frozen=True)
@@ -104,9 +105,12 @@ def _with_values(frame: Frame) -> tuple[Any, str | None]:
     return result, assumptions.unguarded or checkpoints.repeated
 
 
-def convert_frame_with_loops(frame: Frame, shortened: frozenset[tuple[CodeType, int]] = frozenset()) -> Any:
-    """Convert one frame with loops over experts traced for all experts, and once more as it is if one is not proved."""
-    with contextlib.closing(SpeculativeRegions(shortened)) as speculative:
+def convert_frame_with_loops(
+    frame: Frame, kinds: Loops, shortened: frozenset[tuple[CodeType, int]] = frozenset()
+) -> Any:
+    """Convert one frame with loops of ``kinds`` traced otherwise than they run: those over experts for all experts, of
+    counted ones two steps. Once more without those if one is not proved, and then without any."""
+    with contextlib.closing(SpeculativeRegions(shortened, kinds)) as speculative:
         try:
             with dynamo_tracing.traced(speculative):
                 result = convert_frame(frame)
@@ -118,12 +122,14 @@ def convert_frame_with_loops(frame: Frame, shortened: frozenset[tuple[CodeType, 
             if speculative.all_harmless() and not speculative.overran - shortened:
                 return result
             reason = "code of a loop over experts is not proved to do nothing for experts without rows"
+            reason = next(filter(None, (region.harm for region in speculative.counted())), reason)
     if speculative.overran - shortened:
         # A mask with a class for "no expert": the weights end one earlier, and eager would fail there too.
-        return convert_frame_with_loops(frame, shortened | speculative.overran)
-    log.info("a frame is converted again, its loops over experts left to Dynamo: %s", reason)
+        return convert_frame_with_loops(frame, kinds, shortened | speculative.overran)
+    left = kinds & ~Loops.COUNTED if any(speculative.counted()) else Loops.NONE
+    log.info("a frame is converted again, its loops (all but %s) left to Dynamo: %s", left, reason)
     frame.record(CaptureEvent(reason, retried=True))
-    return convert_frame(frame)
+    return convert_frame_with_loops(frame, left) if left else convert_frame(frame)
 
 
 def convert_frame_with_leaves(frame: Frame, convert: Callable[[Frame], Any]) -> Any:
@@ -198,11 +204,13 @@ def convert_in_regions(
 
 @dataclass(frozen=True)
 class Asked:
-    """What options ask for. ``refusal``: why layers are no regions, where ``in_regions`` asks for them."""
+    """What options ask for. ``refusal``: why layers are no regions, where ``in_regions`` asks for them. ``loops``: that
+    passes prove."""
 
     capture: Capture
     in_regions: bool = False
     refusal: str | None = None
+    loops: Loops = Loops.NONE
 
 
 class FrameOwner(Protocol):
@@ -222,13 +230,14 @@ class FrameOwner(Protocol):
     def record_capture(self, stored: Mapping[str, Any], event: CaptureEvent) -> None: ...
 
 
-def _convert_as(how: Capture, frame: Frame) -> Any:
-    if how is Capture.DYNAMO:
+def _convert_as(asked: Asked, frame: Frame) -> Any:
+    if asked.capture is Capture.DYNAMO:
         return _convert(frame)
     if dynamo.ranks_compile_together():
         return convert_frame_once(frame)
     with dynamo_tracing.traced(InferenceMode()):
-        convert_one = convert_frame_with_loops if how is Capture.LOOPS else convert_frame
+        has_loops = asked.capture is Capture.LOOPS
+        convert_one = functools.partial(convert_frame_with_loops, kinds=asked.loops) if has_loops else convert_frame
         return convert_frame_with_leaves(frame, convert_one)
 
 
@@ -239,7 +248,7 @@ def install(backend_class: type[FrameOwner]) -> None:
         asked, known = backend.begin_frame(stored, traced.f_code), backend.known_failures
         record = functools.partial(backend.record_capture, stored)
         frame = Frame(convert, record, known.of(traced), known.note)
-        convert_one = functools.partial(_convert_as, asked.capture)
+        convert_one = functools.partial(_convert_as, asked)
         if not asked.in_regions or dynamo.ranks_compile_together() or not layer_calls.REGIONS.is_available():
             return convert_one(frame)
         return convert_in_regions(frame, traced, asked, backend.known_layers, convert_one)

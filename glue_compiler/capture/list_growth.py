@@ -19,6 +19,7 @@ _TAKES = {
     **dict.fromkeys(("LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_FAST_BORROW"), 0),
     **dict.fromkeys(("LOAD_ATTR", "LOAD_METHOD", "POP_TOP", "STORE_FAST", "TO_BOOL"), 1),
     **dict.fromkeys(("BINARY_OP", "BINARY_SUBSCR", "COMPARE_OP"), 2),
+    "STORE_SUBSCR": 3,
 }
 _BUILDS = ("BUILD_SLICE", "BUILD_TUPLE", "BUILD_LIST")
 _READS = ("LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_FAST_BORROW")

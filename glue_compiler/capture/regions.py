@@ -5,6 +5,7 @@ Capture makes regions, ``group_experts`` proves them, and :func:`check_proved` r
 
 from __future__ import annotations
 
+import enum
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -19,6 +20,16 @@ from glue_compiler.capture.row_conditions import RowCondition
 from glue_compiler.compat import dynamo_frames, harmless_values
 from glue_compiler.errors import GlueSpeculationError
 from glue_compiler.fx import bodies
+
+
+class Loops(enum.Flag):
+    """Kinds of loops that are traced otherwise than they run."""
+
+    NONE = 0
+    EXPERTS = enum.auto()
+    COUNTED = enum.auto()
+    """Of equal steps (``counted_loops.py``)."""
+
 
 REGIONS = "glue_speculative_regions"
 """Key in ``node.meta``: the speculative regions that the node was traced in."""

@@ -19,7 +19,6 @@ from glue_compiler.compat.parts import ANY, Feature, Uses
 from glue_compiler.compat.tracing_observer import TracedInstruction as TracedInstruction
 from glue_compiler.compat.tracing_observer import TracingObserver as TracingObserver
 
-
 TRACING = Feature(
     "tracing of loops over experts and of branches on integer inputs",
     {

@@ -15,16 +15,19 @@ from glue_compiler.ops.opaque import opaque
 _bodies: dict[str, fx.GraphModule] = {}
 
 
-def add_body(body: fx.GraphModule, structure: Any) -> str:
-    """Keep the graph of a step, called with its number, the states, what no step changes, and sizes; returns the new
-    states. The name is the same in every process: compiled code comes from caches, and calls the body by it.
-
-    Args:
-        structure: equal for bodies that do the same.
+def add_body(body: fx.GraphModule) -> str:
+    """Keep the graph of a step, which takes its number, the states, what no step changes, and sizes, and returns the
+    new states. The name is the same in every process: compiled code comes from caches, and calls the body by it.
     """
-    name = hashlib.sha256(repr(structure).encode()).hexdigest()[:20]
-    _bodies.setdefault(name, body)
+    name = hashlib.sha256(body.code.encode()).hexdigest()[:20]
+    while not _is_same(_bodies.setdefault(name, body), body):  # two functions of one name
+        name += "+"
     return name
+
+
+def _is_same(one: fx.GraphModule, other: fx.GraphModule) -> bool:
+    targets = [[node.target for node in each.graph.nodes] for each in (one, other)]
+    return one.code == other.code and targets[0] == targets[1]
 
 
 @opaque("counted_loop")
@@ -57,9 +60,7 @@ def _run(
 
 
 @counted_loop.register_fake
-def _(
-    body: str, steps: int, states: Sequence[Tensor], fixed: Sequence[Tensor], sizes: Sequence[int]
-) -> list[Tensor]:
+def _(body: str, steps: int, states: Sequence[Tensor], fixed: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
     return [torch.empty_like(state) for state in states]
 
 
@@ -79,9 +80,7 @@ def counted_loop_gradients(
         gradients: of the states that :func:`counted_loop` returns, one for each that is floating.
     """
     with outside_of_operators(), torch.enable_grad():
-        operands = [
-            each.detach().requires_grad_(need) for each, need in zip([*states, *fixed], needed, strict=True)
-        ]
+        operands = [each.detach().requires_grad_(need) for each, need in zip([*states, *fixed], needed, strict=True)]
         # A step may write to a state, which no leaf of autograd allows.
         first = [state.clone() for state in operands[: len(states)]]
         found = _run(body, steps, first, operands[len(states) :], sizes)
@@ -126,7 +125,7 @@ def _backward(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
     ]
     found = iter(counted_loop_gradients(ctx.body, ctx.steps, given, states, fixed, ctx.sizes, ctx.needed))
     each = [next(found) if need else None for need in ctx.needed]
-    return None, None, each[: ctx.count], each[ctx.count :], None
+    return None, None, each[: ctx.count], each[ctx.count :], None if ctx.sizes else []
 
 
 counted_loop.register_autograd(_backward, setup_context=_save)

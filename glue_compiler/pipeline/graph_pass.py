@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from glue_compiler.capture.regions import Loops
 from glue_compiler.pipeline.fuel import Fuel
 from glue_compiler.pipeline.results import Numerics, PassReport, Stage
 from glue_compiler.pipeline.results import PassResult as PassResult
@@ -46,8 +47,8 @@ class GraphPass(ABC):
     stage: ClassVar[Stage] = Stage.CAPTURED
     numerics: ClassVar[Numerics]
     default: ClassVar[bool] = True
-    proves_loops: ClassVar[bool] = False
-    """Does it prove loops over experts, so that capture may trace them for all experts?"""
+    proves_loops: ClassVar[Loops] = Loops.NONE
+    """The kinds of loops that it proves, so that capture may trace them otherwise than they run."""
 
     @abstractmethod
     def run(self, graph: fx.GraphModule, context: PassContext) -> PassResult:

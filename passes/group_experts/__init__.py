@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
+from glue_compiler.capture.regions import Loops
 from glue_compiler.compat import versions
 from glue_compiler.fx import bodies
 from glue_compiler.fx.effects import EffectAnalysis
@@ -38,7 +39,7 @@ class GroupExperts(GraphPass):
 
     name: ClassVar[str] = "group_experts"
     numerics: ClassVar[Numerics] = Numerics.CLOSE
-    proves_loops: ClassVar[bool] = True
+    proves_loops: ClassVar[Loops] = Loops.EXPERTS
 
     def cache_options(self, options: Any) -> Any:
         return options.kernels

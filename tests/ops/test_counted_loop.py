@@ -20,7 +20,7 @@ def step(i, state, out, x, decay, n):
     return new, out
 
 
-STEP = add_body(fx.symbolic_trace(step), "the step of this test")
+STEP = add_body(fx.symbolic_trace(step))
 
 
 def eager(steps, state, out, x, decay, n):
