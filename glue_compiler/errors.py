@@ -38,6 +38,10 @@ class GlueWarning(UserWarning):
     """Something did not work as asked, and the model still runs."""
 
 
+class GlueDocumentsWarning(GlueWarning):
+    """A model mixes the documents of a packed batch, which its attention keeps apart."""
+
+
 def first_line(error: BaseException) -> str:
     """``ValueError: what was wrong``, without the lines that follow."""
     text = str(error).strip()
