@@ -10,6 +10,7 @@ import torch
 
 from glue_compiler.capture import CaptureEvent
 from glue_compiler.pipeline.results import Skip
+from glue_compiler.report import recurrent_kernels
 from glue_compiler.report.graph_report import GraphReport, HostSync
 from glue_compiler.report.page_data import short_source
 
@@ -19,6 +20,7 @@ REWRITES = {
     "fallbacks_replaced": "grouped products that no longer wait for the host",
     "products_replaced": "grouped products on faster kernels",
     "rows_summed": "sums of experts' rows without atomics",
+    "loops_rolled": "loops over chunks that one graph holds at any length",
     "unmasked": "attentions without their mask, which hides nothing",
     "causal": "attentions without their causal mask",
     "packed": "attentions within documents, without a mask",
@@ -57,6 +59,9 @@ def _verdict(graphs: Sequence[GraphReport]) -> list[str]:
         lines.append(f"Layers that share what is compiled, each kind with graph breaks around it: {', '.join(regions)}")
     if done:
         lines.append(f"Worth here: {_worth(graphs, done.values())}")
+    kernels = recurrent_kernels.advice(["flash-linear-attention"])
+    if kernels and any(counts["loops_rolled"] for counts in done.values()):
+        lines.append(f"Faster with kernels than as loops, if the model knows them: {kernels} is not installed")
     return [*lines, f"Left: {_what_is_left(graphs, breaks)}"]
 
 

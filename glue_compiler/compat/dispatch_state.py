@@ -11,5 +11,5 @@ _OUTSIDE = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_lo
 
 
 def outside_of_operators() -> AbstractContextManager[None]:
-    """In the kernel of an operator autograd records nothing; within this it does again."""
+    """In the kernel of an operator autograd records nothing, and autocast casts nothing; within this they do again."""
     return torch._C._ForceDispatchKeyGuard(*_OUTSIDE)

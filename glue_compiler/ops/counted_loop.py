@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,22 +14,38 @@ from torch import Tensor, fx
 from glue_compiler.compat.dispatch_state import outside_of_operators
 from glue_compiler.ops.opaque import opaque
 
-_bodies: dict[str, fx.GraphModule] = {}
+Autocast = tuple[tuple[Any, ...], ...]
 
 
-def add_body(body: fx.GraphModule) -> str:
+@dataclass(frozen=True)
+class _Body:
+    graph: fx.GraphModule
+    autocast: Autocast
+
+    @property
+    def text(self) -> str:
+        return f"{self.graph.code}\n{self.autocast}"
+
+    def does_as(self, other: _Body) -> bool:
+        targets = [[node.target for node in each.graph.graph.nodes] for each in (self, other)]
+        return self.text == other.text and targets[0] == targets[1]
+
+
+_bodies: dict[str, _Body] = {}
+
+
+def add_body(graph: fx.GraphModule, autocast: Autocast = ()) -> str:
     """Keep the graph of a step, which takes its number, the states, what no step changes, and sizes, and returns the
     new states. The name is the same in every process: compiled code comes from caches, and calls the body by it.
+
+    Args:
+        autocast: the arguments of ``torch.autocast``, of the regions that a step runs in, the outermost first.
     """
-    name = hashlib.sha256(body.code.encode()).hexdigest()[:20]
-    while not _is_same(_bodies.setdefault(name, body), body):  # two functions of one name
+    body = _Body(graph, autocast)
+    name = hashlib.sha256(body.text.encode()).hexdigest()[:20]
+    while not _bodies.setdefault(name, body).does_as(body):  # two functions of one name
         name += "+"
     return name
-
-
-def _is_same(one: fx.GraphModule, other: fx.GraphModule) -> bool:
-    targets = [[node.target for node in each.graph.nodes] for each in (one, other)]
-    return one.code == other.code and targets[0] == targets[1]
 
 
 @opaque("counted_loop")
@@ -45,7 +63,7 @@ def counted_loop(
 
     Gradient: of floating ``states`` and ``fixed``; the steps are run again for it.
     """
-    with torch.no_grad():
+    with outside_of_operators(), torch.no_grad():
         found = _run(body, steps, [state.clone() for state in states], fixed, sizes)
         return [torch.empty_like(state).copy_(value) for state, value in zip(states, found, strict=True)]
 
@@ -54,8 +72,11 @@ def _run(
     body: str, steps: int, states: Sequence[Tensor], fixed: Sequence[Tensor], sizes: Sequence[int]
 ) -> Sequence[Tensor]:
     step = _bodies[body]
-    for i in range(1, steps):
-        states = step(i, *states, *fixed, *sizes)
+    with contextlib.ExitStack() as regions:
+        for arguments in step.autocast:
+            regions.enter_context(torch.autocast(*arguments))
+        for i in range(1, steps):
+            states = step.graph(i, *states, *fixed, *sizes)
     return states
 
 

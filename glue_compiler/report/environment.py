@@ -18,6 +18,7 @@ from glue_compiler.ops import cards, flash_attn4, quack_products
 from glue_compiler.options import GlueOptions
 from glue_compiler.pipeline import registry
 from glue_compiler.pipeline.graph_pass import GraphPass, PairPass
+from glue_compiler.report import recurrent_kernels
 
 PACKAGES = ("triton", "transformers", "peft", "trl", "accelerate", "flash-attn")
 
@@ -44,6 +45,8 @@ def environment_lines() -> Iterator[tuple[str, str]]:
             yield name, installed[name]
     if "triton" not in installed:
         yield "triton", "not installed: glue's kernels run as plain torch"
+    if kernels := recurrent_kernels.advice():
+        yield "recurrent layers", f"run as loops of plain torch without {kernels}"
     yield from device_lines()
     for name in sorted(os.environ):
         if name.startswith("GLUE_"):

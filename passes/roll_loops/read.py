@@ -53,6 +53,7 @@ class EqualSteps:
     """What all steps from 1 on do.
 
     Attributes:
+        autocast: the arguments of the regions that they run in.
         count: how many steps there are, an int or where to read it: a tensor and the dimension of that size.
         arguments: of the nodes of step 1, with ``NUMBER``. Nodes of step 0 in them stand for what the step before made.
         fixed: other values that steps read.
@@ -63,6 +64,7 @@ class EqualSteps:
     second: list[fx.Node]
     count: int | tuple[fx.Node, int] = 0
     arguments: dict[fx.Node, Any] = field(default_factory=dict)
+    autocast: tuple[tuple[Any, ...], ...] = ()
     states: list[State] = field(default_factory=list)
     fixed: list[fx.Node] = field(default_factory=list)
 
@@ -171,10 +173,11 @@ def _written(gm: fx.GraphModule, steps: EqualSteps, effects: EffectAnalysis) -> 
     """Memory that steps write items of and do not read: made in this graph, and known by its one node until then."""
     modes = {effects.mode_of(gm, node) for node in (*steps.first, *steps.second)}
     tensors = tensors_in([value_of(node) for node in (*steps.second, *steps.fixed)])
-    if len(modes) > 1 or any(mode.autocast or not mode.is_known for mode in modes):
-        raise Refused("it runs under autocast, or in several modes")
-    if any(torch.is_autocast_enabled(device) for device in {each.device.type for each in tensors}):
-        raise Refused("it runs under autocast")
+    if len(modes) > 1 or not all(mode.is_known for mode in modes):
+        raise Refused("it runs in several modes")
+    devices = sorted({each.device.type for each in tensors})
+    around = ((each, torch.get_autocast_dtype(each), torch.is_autocast_enabled(each), False) for each in devices)
+    steps.autocast = (*around, *modes.pop().autocast)
     if not all(map(is_plain, tensors)):
         raise Refused("a tensor subclass is computed with")
     found: dict[fx.Node, None] = {}

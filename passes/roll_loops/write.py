@@ -19,7 +19,7 @@ def write(gm: fx.GraphModule, steps: EqualSteps, effects: EffectAnalysis) -> Non
     """``steps`` are proved. Nodes of step 0 stay as they are."""
     tensors = [node for node in steps.fixed if isinstance(value_of(node), torch.Tensor)]
     sizes = [node for node in steps.fixed if node not in set(tensors)]
-    name = add_body(_body(steps, [*tensors, *sizes]))
+    name = add_body(_body(steps, [*tensors, *sizes]), steps.autocast)
     maker = NodeMaker(effects.fake_mode)
     start = steps.second[0]
     outside = {node: [user for user in node.users if user not in steps.arguments] for node in steps.second}

@@ -5,6 +5,7 @@ import torch
 
 import glue_compiler
 from glue_compiler import GlueWarning
+from glue_compiler.report import recurrent_kernels
 from tests.passes.hoist_metadata.test_one_graph import layer_inputs, positions_of, two_layers
 from tests.passes.share_layers.models import Layers, ids, layers
 
@@ -116,3 +117,19 @@ def test_it_uses_up_no_recompiles():
 def test_a_compiled_model_is_refused():
     with pytest.raises(TypeError, match="torch.compile"):
         glue_compiler.explain(torch.compile(torch.nn.Linear(2, 2)), torch.ones(2))
+
+
+def test_it_names_the_package_with_kernels_for_a_loop_over_chunks(monkeypatch):
+    def fn(x, state):
+        for i in range(x.shape[1]):
+            state = state.sin() + x[:, i]
+        return state
+
+    says = "Faster with kernels than as loops, if the model knows them: flash-linear-attention"
+    monkeypatch.setattr(recurrent_kernels, "missing", list)
+    text = str(glue_compiler.explain(fn, torch.ones(2, 9), torch.ones(2)))
+    assert says in text
+    assert "loops over chunks that one graph holds at any length: 1" in text
+    monkeypatch.setattr(recurrent_kernels, "missing", lambda packages: [])
+    assert says not in str(glue_compiler.explain(fn, torch.ones(2, 9), torch.ones(2)))
+    assert says not in str(glue_compiler.explain(lambda x: x.sin(), torch.ones(2)))

@@ -144,11 +144,12 @@ def of_changing_dtype(x, a, state):
     return state, state
 
 
-def under_autocast(x, a, state):
-    with torch.autocast("cpu", torch.bfloat16):
-        for i in range(x.shape[1]):
-            state = state + (x[:, i] @ a[:, i].mT).sum()
-    return state, state
+def switches_within_a_step(x, a, state):
+    for i in range(x.shape[1]):
+        with torch.no_grad():
+            seen = x[:, i] * 2
+        state = state.sin() + seen * a[:, i]
+    return state, x * 1
 
 
 LEFT = (
@@ -164,7 +165,7 @@ LEFT = (
     draws_numbers,
     goes_back,
     looks_up,
-    under_autocast,
+    switches_within_a_step,
 )
 
 

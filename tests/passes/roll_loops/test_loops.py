@@ -80,6 +80,33 @@ def test_in_a_checkpoint():
     assert rolled(run) == 1
 
 
+def in_half_precision(x, a, state):
+    """In fp32, as products are cast from it alone; each step's product is rounded to bfloat16."""
+    x, a, state = x.float(), a.float(), state.float()
+    for i in range(x.shape[1]):
+        state = state * 0.5 + (x[:, i] @ a[:, i].mT) @ state
+    return state, state * 2
+
+
+def under_autocast(x, a, state):
+    with torch.autocast("cpu", torch.bfloat16):
+        return in_half_precision(x, a, state)
+
+
+@pytest.mark.parametrize("is_inside", [True, False])
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_under_autocast(is_inside, compiler):
+    fn = under_autocast if is_inside else in_half_precision
+    run, given = compiled(fn, compiler=compiler), loops.inputs(10)
+    with torch.autocast("cpu", torch.bfloat16, enabled=not is_inside):
+        found, wanted = run.call(*given), fn(*given)
+    assert rolled(run) == 1
+    gradients = [torch.autograd.grad(sum(each.sum() for each in results), given) for results in (found, wanted)]
+    for got, want in zip((*found, *gradients[0]), (*wanted, *gradients[1]), strict=True):
+        torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
+    assert not torch.equal(wanted[0], in_half_precision(*given)[0])
+
+
 def test_without_gradients():
     run, given = compiled(loops.recurrence), loops.inputs(10)
     with torch.no_grad():
