@@ -3,7 +3,8 @@
 ``frames.py`` sets Dynamo's flags around the conversion of one frame, and converts it again where they harm, once
 (``known_failures.py``). Observers listen to Dynamo through one hook (``compat/dynamo_tracing.py``). Two answer where it
 would end the graph at a branch:
-``guarded_branches.py``, with a guard, and ``expert_loops.py``, with regions (``regions.py``) that a pass has to prove
+``guarded_branches.py``, with a guard, and ``expert_loops.py``, with regions (``regions.py``; those of
+``counted_loops.py`` are two steps, for all) that a pass has to prove
 and whose Python code must be known to be harmless (``harmless.py``). ``size_assumptions.py`` finds what Dynamo takes
 for granted and eager does not, ``checkpoint_writes.py`` writes that eager repeats and a graph does not;
 ``traced_writes.py`` notes which memory was written; ``gradient_leaves.py`` lets ``requires_grad_()`` through;
