@@ -154,10 +154,8 @@ class SpeculativeRegions(dynamo_tracing.TracingObserver):
 
     def _loops_at(self, frame: Any, at: int) -> Iterator[CountedLoop]:
         """Those that take their next number there, or use it."""
-        for region in self._open:
-            is_counted = isinstance(region, CountedLoop) and region.frame is frame
-            if is_counted and (at == region.loop.head or at in region.indexes):
-                yield region
+        loops = (region for region in self._open if isinstance(region, CountedLoop) and region.frame is frame)
+        return (each for each in loops if at == each.loop.head or at in each.indexes)
 
     def created(self, token: Any) -> None:
         for region in self._running():
