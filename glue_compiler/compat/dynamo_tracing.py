@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from glue_compiler.compat import layer_calls
+from glue_compiler.compat import layer_calls, loop_tails
 from glue_compiler.compat.harmless_values import touched
 from glue_compiler.compat.known_index import hit_variable, read_as_number, replace_known_index
 from glue_compiler.compat.parts import ANY, Feature, Uses
@@ -117,6 +117,10 @@ class TracingObserver:
 
     def called(self, call: layer_calls.ModuleCall) -> None:
         """What ``calls`` was called with has been inlined."""
+
+    def leaves(self, frame: Any) -> loop_tails.Tail | None:
+        """Called before Dynamo leaves the rest of a function to Python: what of it is a function of its own, if any."""
+        return None
 
 
 TRACING = Feature(
@@ -257,8 +261,8 @@ def _install() -> None:
         (AttributeMutationNew, "__init__", _born),
         (ValueMutationNew, "__init__", _born),
     ]
-    if hasattr(InstructionTranslatorBase, "inline_user_function_return"):  # of regions alone, which ask for it
-        parts.append((InstructionTranslatorBase, "inline_user_function_return", _inline))
+    of_regions = (("inline_user_function_return", _inline), ("step_graph_break", _leave))  # which ask for them
+    parts += [(InstructionTranslatorBase, *each) for each in of_regions if hasattr(InstructionTranslatorBase, each[0])]
     # All or none: what may fail comes before the first is replaced.
     replaced = [(owner, name, getattr(owner, name), replacement) for owner, name, replacement in parts]
     wrapped = [functools.wraps(original)(replacement(original)) for _, _, original, replacement in replaced]
@@ -314,6 +318,8 @@ def _step(original: Callable[..., Any]) -> Callable[..., Any]:
             _observers.output = self.output
             for observer in observers:
                 observer.begins()
+            if _observers.called:  # a graph of one call, an embedding's, may end before a loop, too
+                self.is_non_empty_graph = lambda: self.output.count_calls() > 0
         for observer in _observers.hearing:
             observer.traced(self)
         opname = self.instructions[at].opname
@@ -446,3 +452,15 @@ def _inline(original: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return inline_user_function_return
+
+
+def _leave(original: Callable[..., Any]) -> Callable[..., Any]:
+    def step_graph_break(self: Any, *given: Any, **named: Any) -> Any:
+        tails = [observer.leaves(self) for observer in _observers.called]
+        result = original(self, *given, **named)
+        for tail in tails:
+            if tail is not None:
+                loop_tails.call_behind_loop(self, tail)
+        return result
+
+    return step_graph_break
