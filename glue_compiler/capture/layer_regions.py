@@ -116,6 +116,10 @@ class KnownLayers:
             self._around.setdefault(module, set()).add(function)
 
     @property
+    def are_found(self) -> bool:
+        return bool(self._kinds)
+
+    @property
     def converting(self) -> LayerKind | None:
         """The kind of layer that this thread's Dynamo converts now."""
         return getattr(self._converting, "kind", None)

@@ -11,6 +11,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.checkpoint import checkpoint
 
 import glue_compiler
+from glue_compiler import backend
 from glue_compiler.backend import GlueBackend
 from glue_compiler.compat import layer_calls
 from glue_compiler.compat.parts import ANY
@@ -273,10 +274,12 @@ def test_layers_with_a_cache_are_whole_between_steps_in_regions():
 
 
 @pytest.mark.slow
-def test_plans_over_all_layers_keep_the_graph_whole():
-    run = Run(WithHead(layers(4, Checkpointed)), {"offload": "checkpoints"}).step(ids())
+@pytest.mark.parametrize("options", [{"offload": "checkpoints"}, {"memory_budget": 10**9}])
+def test_plans_over_all_layers_keep_the_graph_whole(options, monkeypatch):
+    monkeypatch.setattr(backend, "are_several_ranks", lambda: True)
+    run = Run(WithHead(layers(4, Checkpointed)), options).step(ids())
     assert run.regions == []
-    assert any("look at all layers" in reason for reason in run.reasons)
+    assert any("all layers of a step" in reason for reason in run.reasons)
 
 
 def test_frozen_layers_layer_drop_and_early_exit():
