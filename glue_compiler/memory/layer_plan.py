@@ -108,7 +108,7 @@ class LayerPlan:
         self._waiting: list[weakref.ref[_Round]] = []
         self._units, self._rounds, self._most_rounds = 0, 0, 1
         self._kept, self._peak, self._steps = 0.0, 0, 0
-        self._has_compiled = True
+        self._has_compiled, self._measures = True, True
         self._limit: int | None = None
 
     def compiles(self) -> None:
@@ -128,19 +128,20 @@ class LayerPlan:
             self._begin_round(units)
         return layer in self._keeping
 
-    def called(self, layer: int, units: int, kept: bool, before: int, outputs: Sequence[Any]) -> None:
-        """A call that :meth:`keeps` was asked about has run; ``before``: what was allocated."""
+    def called(self, layer: int, units: int, kept: bool, before: int | None, outputs: Sequence[Any]) -> None:
+        """A call that :meth:`keeps` was asked about has run; ``before``: what :meth:`allocated` said."""
         kind = self._layers[layer]
-        grown = (self._memory.allocated() - before) / max(1, units)
-        if not self._has_compiled:
+        if before is not None and not self._has_compiled:
+            grown = (self._memory.allocated() - before) / max(1, units)
             self._grown[kind, kept] = min(grown, self._grown.get((kind, kept), grown))
         if kept:
-            self._kept += self._extra().get(kind, grown) * units
+            self._kept += self._extra().get(kind, 0.0) * units
         if layer == next(iter(self._layers)):
             self._wait_for_backward(outputs)
 
-    def allocated(self) -> int:
-        return self._memory.allocated()
+    def allocated(self) -> int | None:
+        """Bytes; None where they are not asked for, as the host takes a while to count them."""
+        return self._memory.allocated() if self._measures else None
 
     def ran_out(self) -> None:
         """A call that keeps found no memory: the next step takes less than was there."""
@@ -193,16 +194,20 @@ class LayerPlan:
             return
         peak = self._memory.peak()
         besides = peak - int(self._kept)
-        # A peak that is not this step's is more than this step's.
-        known = besides if peak > self._peak else min(besides, self._besides.get(self._units, besides))
-        self._besides[self._units] = known
+        known = self._besides.get(self._units, besides)
+        if self._limit is not None and peak > max(self._peak, self._limit):
+            for units in self._besides:
+                self._besides[units] += max(0, besides - known)
+        # The peak of an earlier time, or of an evaluation in between, is more than this step's.
+        self._besides[self._units] = min(besides, self._besides.get(self._units, besides))
 
     def _choose(self, units: int) -> list[int]:
         if self._steps == 1:
             return []
         extra = self._extra()
         last_of_kinds = {kind: layer for layer, kind in self._layers.items()}
-        if not self._besides or len(extra) < len(last_of_kinds):
+        self._measures = not self._besides or len(extra) < len(last_of_kinds)
+        if self._measures:
             # One layer of each kind shows what it takes to keep.
             return [layer for kind, layer in last_of_kinds.items() if kind not in extra]
         if self._limit is None:

@@ -7,7 +7,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from glue_compiler.backend import GlueBackend
 from glue_compiler.handoff import layer_variants
+from glue_compiler.memory.layer_plan import SHARE
+from glue_compiler.report.session import Session
 from tests.capture.test_layer_regions import Checkpointed, Decoder, Layer, Run, WithHead, ids, layers
 
 
@@ -21,7 +24,7 @@ class Scripted:
         pass
 
     def allocated(self):
-        return 0
+        return None
 
     def keeps(self, layer, kind, units):
         self.asked.append((layer, str(kind), units))
@@ -163,3 +166,44 @@ def test_no_memory_for_a_layer_that_keeps(planned):
         variant(nn.Parameter(torch.ones(1)), torch.ones(3))
     assert "Run this step again" in str(getattr(caught.value, "__notes__", ["Run this step again"]))
     run.step(ids())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("keep", [0, 2, 6])
+def test_steps_on_a_device_fit_the_budget(keep):
+    """The budget is what a step takes that computes all again, and what ``keep`` layers' activations take."""
+    layers = [Checkpointed(i, width=256) for i in range(6)]
+    x = torch.randn(8, 1024, 256, device="cuda")
+
+    class Stack(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(layers)
+
+        def forward(self, x):
+            x = x * 1.0 + 1.0
+            for layer in self.layers:
+                x = layer(x)
+            return x.square().mean()
+
+    def peak(**options):
+        torch._dynamo.reset()
+        model = Stack().cuda()
+        session = Session()
+        compiled = torch.compile(model, backend=GlueBackend(session=session), options={"regions": "auto", **options})
+        for step in range(8):
+            if step == 5:
+                torch.cuda.reset_peak_memory_stats()
+            compiled(x).backward()
+            model.zero_grad(set_to_none=True)
+        told = [graph.replan for graph in session.graphs if graph.replan]
+        return torch.cuda.max_memory_allocated(), told
+
+    least, _ = peak()
+    most, told = peak(memory_budget=2**36)
+    assert told[-1].startswith("6 of 6 layers keep")
+    each = (most - least) / 6
+    assert each > 0
+    found, told = peak(memory_budget=int((least + keep * each) / SHARE) + 2**21)
+    assert found <= (least + keep * each) / SHARE + 2**21
+    assert told[-1].startswith(f"{keep} of 6 layers keep") if told else keep == 0

@@ -40,7 +40,8 @@ class Device:
         """Of the layers: which keep; and what backward is to start from."""
         x, kept = torch.ones(1, requires_grad=True), []
         for layer in self.layers:
-            before, keeps = self.held, self.plan.keeps(layer, "kind", units)
+            keeps = self.plan.keeps(layer, "kind", units)
+            before = self.plan.allocated()
             x = x * 1.0
             self.take((KEPT if keeps else AGAIN) * units)
             self.plan.called(layer, units, keeps, before, [x])
@@ -140,6 +141,24 @@ def test_what_others_take_later_makes_fewer_keep():
     device.take(800)  # two layers' worth, and stays
     device.step(100)
     assert device.step(100) == LAYERS[-2:]
+
+
+def test_the_peak_of_an_evaluation_is_not_the_steps():
+    device = Device(budget_for(100, 4))
+    device.learn(100)
+    device.step(100)
+    device.most += 1
+    assert device.most < device.budget
+    for _ in range(3):
+        assert device.step(100) == LAYERS[-4:]
+
+
+def test_what_is_allocated_is_asked_in_the_first_steps_alone():
+    device = Device(budget_for(100, 4))
+    device.learn(100)
+    assert device.plan.allocated() is not None
+    device.step(100)
+    assert device.plan.allocated() is None
 
 
 def test_memory_that_runs_out_makes_fewer_keep():
