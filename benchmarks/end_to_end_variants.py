@@ -180,16 +180,17 @@ def is_planned(name: str) -> bool:
 
 
 def variant_of(name: str) -> Variant:
-    """One of ``VARIANTS``, or ``plan-B`` and ``plan-B-layers``: glue plans what is kept for backward, within
-    ``memory_budget=B``.
+    """One of ``VARIANTS``, or ``plan-B``, ``plan-B-layers`` and ``plan-B-regions``: glue plans what is kept for
+    backward, within ``memory_budget=B``.
 
     Raises:
         ValueError: there is no such variant; the message names the nearest.
     """
     kind, _, budget = name.partition("-")
     if kind == "plan" and budget:
-        options = (("memory_budget", budget.removesuffix("-layers")),)
-        return Variant("glue", by_layers=budget.endswith("-layers"), options=options)
+        budget, _, where = budget.partition("-")
+        regions = (("regions", "auto"),) if where == "regions" else ()
+        return Variant("glue", by_layers=where == "layers", options=(("memory_budget", budget), *regions))
     if name not in VARIANTS:
         near = difflib.get_close_matches(name, VARIANTS, 1)
         raise ValueError(f"there is no variant '{name}'" + (f"; did you mean '{near[0]}'?" if near else ""))

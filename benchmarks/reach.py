@@ -1,7 +1,8 @@
 """What glue does to every family of models that transformers has: tiny, random weights, beside eager, on a CPU.
 
     python -m benchmarks.reach [--kinds causal,masked] [--families llama,bloom] [--jobs 1] [--results reach.jsonl]
-        [--attention default,eager] [--batches packed,padded,plain] [--modes training,no_grad] [--scopes whole,layers]
+        [--attention default,eager] [--batches packed,padded,plain] [--modes training,no_grad]
+        [--scopes whole,layers,regions]
     python -m benchmarks.reach --page docs/reach.md
 
 A case is right if the loss, every gradient and which gradients are None are eager's (without gradients: the outputs). A

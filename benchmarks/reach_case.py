@@ -29,7 +29,7 @@ Status = Literal["right", "wrong", "failed", "torch fails", "eager fails", "not 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """``batch``: packed, padded, plain. ``mode``: training, no_grad. ``scope``: whole, layers.
+    """``batch``: packed, padded, plain. ``mode``: training, no_grad. ``scope``: whole, layers, regions.
 
     ``attention``: "eager", or "default": sdpa where the family has it.
     """
@@ -54,6 +54,7 @@ class Result:
         error: of a tensor that differs most, relative to its largest number; None: nothing was compared.
         why: which tensor that is, or what was raised, or why there is no model.
         rewrites: by kind, over all graphs.
+        regions: what each compile was of.
         attentions: in the graphs that were captured: sdpa with a ``mask``, ``without`` one, and ``softmax`` of scores.
         skips: (pass, reason, number).
         failures: of passes.
@@ -75,6 +76,7 @@ class Result:
     dtype: str = ""
 
     attentions: dict[str, int] = dataclasses.field(default_factory=dict)
+    regions: list[str] = dataclasses.field(default_factory=list)
 
     @property
     def specialised(self) -> int:
@@ -128,7 +130,8 @@ def _run(case: Case) -> Result:
 
 
 def _run_in(dtype: torch.dtype, case: Case) -> Result:
-    tiny = tiny_model(case.family, case.kind, None if case.attention == "default" else case.attention, dtype)
+    attention, repeats = None if case.attention == "default" else case.attention, 4 if case.scope == "regions" else 1
+    tiny = tiny_model(case.family, case.kind, attention, dtype, repeats)
     inputs = batch_for(case, tiny)
     if inputs is None:
         return Result(case.name, "not taken")
@@ -140,7 +143,8 @@ def _run_in(dtype: torch.dtype, case: Case) -> Result:
     session = Session()
     backend = _Counting(session=session)
     result = Result(case.name, "right", attention=tiny.attention, dtype=str(dtype))
-    how = {"backend": backend, "options": {"compiler": "aot_eager"}}
+    regions = {"regions": "auto"} if case.scope == "regions" else {}
+    how = {"backend": backend, "options": {"compiler": "aot_eager", **regions}}
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -198,7 +202,7 @@ def batch_for(case: Case, tiny: Tiny) -> dict[str, Tensor] | None:
 
 
 def _compiled(model: nn.Module, case: Case, how: dict[str, Any]) -> nn.Module:
-    if case.scope == "whole":
+    if case.scope != "layers":
         compiled: nn.Module = torch.compile(model, **how)
         return compiled
     layers = list(_layers(model))
@@ -296,6 +300,7 @@ def _read(session: Session, result: Result) -> None:
     result.breaks = sum(graph.graph_break is not None for graph in graphs)
     result.rewrites = dict(sorted(counts.items()))
     result.skips = [(name, reason, number) for (name, reason), number in skips.most_common()]
+    result.regions = [str(graph.region) for graph in session.graphs if graph.region]
     result.capture = sorted({event.reason.splitlines()[0][:200] for event in session.capture_events})
 
 

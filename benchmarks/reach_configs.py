@@ -139,8 +139,8 @@ def families(kind: Kind) -> list[str]:
     return list(getattr(modeling_auto, MAPPINGS[kind], {}))
 
 
-def tiny_config(family: str, kind: Kind) -> Any:
-    """A configuration of ``family``.
+def tiny_config(family: str, kind: Kind, repeats: int = 1) -> Any:
+    """A configuration of ``family``. ``repeats``: so many layers of each kind.
 
     Raises:
         NotBuilt: none is made.
@@ -152,7 +152,7 @@ def tiny_config(family: str, kind: Kind) -> Any:
         defaults = config_class().to_dict()
     except Exception as error:
         raise NotBuilt(f"its configuration has no defaults that are valid: {_first_line(error)}") from error
-    settings = _small(defaults)
+    settings = _small(defaults, repeats)
     if kind == "causal" and "is_decoder" in defaults:
         settings["is_decoder"] = True
     if kind == "encoder-decoder" or defaults.get("is_encoder_decoder"):
@@ -193,12 +193,12 @@ def _merge(settings: dict[str, Any], more: dict[str, Any]) -> None:
             settings[name] = value
 
 
-def _small(defaults: dict[str, Any]) -> dict[str, Any]:
+def _small(defaults: dict[str, Any], repeats: int = 1) -> dict[str, Any]:
     """``defaults`` of a configuration, or of one in it, with small sizes."""
     found: dict[str, Any] = {}
     for name, value in defaults.items():
         if isinstance(value, dict) and (name.endswith("_config") or "model_type" in value):
-            found[name] = _small(value)
+            found[name] = _small(value, repeats)
             _merge(found[name], FAMILIES.get(value.get("model_type", ""), {}))
         elif isinstance(value, dict) and "mrope_section" in value:
             found[name] = {**value, "mrope_section": [3, 3, 2]}
@@ -221,7 +221,7 @@ def _small(defaults: dict[str, Any]) -> dict[str, Any]:
     for name in ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "architectures", "per_layer_config"):
         found.pop(name, None)
     _set_heads(found, defaults)
-    _set_layers(found, defaults)
+    _set_layers(found, defaults, repeats)
     if "use_cache" in found:
         found["use_cache"] = False
     return found
@@ -258,23 +258,27 @@ def _set_heads(found: dict[str, Any], defaults: dict[str, Any]) -> None:
         found["mamba_d_head"] = found["hidden_size"] * found["mamba_expand"] // found["mamba_n_heads"]
 
 
-def _set_layers(found: dict[str, Any], defaults: dict[str, Any]) -> None:
-    """Of each kind of layer the first one, four at most."""
-    name = next((n for n in LAYERS if isinstance(defaults.get(n), int)), None)
-    if name is None:
+def _set_layers(found: dict[str, Any], defaults: dict[str, Any], repeats: int) -> None:
+    """Of each kind of layer the first one, four kinds at most, and all of them as often as ``repeats`` says."""
+    names = [n for n in LAYERS if isinstance(defaults.get(n), int)]
+    for name in names:
+        found[name] *= repeats
+    if not names:
         return
-    number = defaults[name]
+    name, number = names[0], defaults[names[0]]
     by_layer = [n for n, value in defaults.items() if isinstance(value, list) and len(value) == number and number > 1]
     if not by_layer:
         return
     kinds = list(zip(*(map(str, defaults[n]) for n in by_layer), strict=True))
     chosen = sorted(kinds.index(each) for each in dict.fromkeys(kinds))[:4]
-    found[name] = len(chosen)
+    found[name] = len(chosen) * repeats
     for each in by_layer:
-        found[each] = [found[each][i] for i in chosen]
+        found[each] = [found[each][i] for i in chosen] * repeats
     if of_layers := {int(i): sizes for i, sizes in (defaults.get("per_layer_config") or {}).items()}:
         found["per_layer_config"] = {
-            place: _of_layer(found, defaults, of_layers[i]) for place, i in enumerate(chosen) if i in of_layers
+            place: _of_layer(found, defaults, of_layers[i])
+            for place, i in enumerate(chosen * repeats)
+            if i in of_layers
         }
 
 
@@ -300,8 +304,10 @@ class Tiny:
     attention: str
 
 
-def tiny_model(family: str, kind: Kind, attention: str | None, dtype: Any) -> Tiny:
-    """A model of ``family`` in ``dtype``. ``attention``: transformers' name; None: sdpa if there is one, else eager.
+def tiny_model(family: str, kind: Kind, attention: str | None, dtype: Any, repeats: int = 1) -> Tiny:
+    """A model of ``family`` in ``dtype``, with ``repeats`` layers of each kind.
+
+    ``attention``: transformers' name; None: sdpa if there is one, else eager.
 
     Raises:
         NotBuilt: there is none.
@@ -318,7 +324,7 @@ def tiny_model(family: str, kind: Kind, attention: str | None, dtype: Any) -> Ti
         raise NotBuilt(_first_line(error)) from error
     model_class = model_class[0] if isinstance(model_class, tuple) else model_class
     takes = _check_takes(model_class)
-    config = tiny_config(family, kind)
+    config = tiny_config(family, kind, repeats)
     try:
         for name, sub_class in config.sub_configs.items():
             if sub_class is model_class.config_class is not config_class:

@@ -21,6 +21,7 @@ from glue_compiler.handoff.distinct_results import keep_apart, results_apart
 from glue_compiler.handoff.fallback import StepPasses, compile_step
 from glue_compiler.handoff.forward_mode import refuse_tangents
 from glue_compiler.handoff.hand_off import HandOff, hand_off, hand_off_in_parts
+from glue_compiler.handoff.layer_variants import LayerPlans, are_several_ranks, with_variants
 from glue_compiler.handoff.masks import guard_masks, look_at_masks, remember_masks
 from glue_compiler.memory.budget import in_bytes
 from glue_compiler.options import GlueOptions, extra_passes_in, parse_options
@@ -51,6 +52,7 @@ class GlueBackend:
         self.known_layers = capture.KnownLayers()
         self.rewrites = RewriteCounter()
         self.replanner = Replanner(self.frames)
+        self.layer_plans = LayerPlans()
 
     def __call__(
         self,
@@ -63,13 +65,20 @@ class GlueBackend:
     ) -> Callable[..., Any]:
         versions.warn_if_untested()
         pipeline = self._pipeline_for({"mode": mode, "options": options})
+        layers, hand, layer_plan = self.known_layers.converting, self._hand_off, None
+        if self.known_layers.are_found and pipeline.options.memory_budget is not None:
+            if layers is not None:
+                layer_plan = self.layer_plans.plan_for(example_inputs, pipeline.options.memory_budget)
+            if layers is not None and layer_plan is not None:
+                hand = with_variants(hand, layer_plan, layers)
+            pipeline = pipeline.with_options(dataclasses.replace(pipeline.options, memory_budget=None))
         asked = pipeline.options.memory_budget
         corrected, planned = self.replanner.graph(gm, in_bytes(pipeline.options, example_inputs), asked)
         pipeline = pipeline.with_options(corrected)
         effects = EffectAnalysis.for_graph(gm)
         capture.check_leaves(gm, effects)
         groups, masks = results_apart(gm), look_at_masks(gm)
-        observer = watchers.watch(corrected, self._session_for(corrected), planned, self.known_layers.converting)
+        observer = watchers.watch(corrected, self._session_for(corrected), planned, layers, layer_plan)
         with self.rewrites.undone_on_error():
             reports = pipeline.run(gm, Stage.CAPTURED, observer, effects)
             # Before anything is compiled: the frame is then converted again without the assumption.
@@ -85,7 +94,7 @@ class GlueBackend:
 
         def compiled(passes: StepPasses) -> Callable[..., Any]:
             return hand_off_in_parts(
-                self._hand_off,
+                hand,
                 prologues,
                 gm,
                 example_inputs,
@@ -121,6 +130,7 @@ class GlueBackend:
         self.known_failures.clear()
         self.known_layers.clear()
         self.replanner.reset()
+        self.layer_plans.clear()
 
     def begin_frame(self, stored: Mapping[str, Any], code: CodeType) -> capture.Asked:
         pipeline = self._pipeline_for(stored)  # wrong options and passes are errors before anything is traced
@@ -129,8 +139,9 @@ class GlueBackend:
         if options.capture:
             loops = functools.reduce(operator.or_, (p.proves_loops for p in pipeline.passes), loops)
             how = capture.Capture.LOOPS if loops else capture.Capture.VALUES
-        is_planned = options.offload is not None or options.memory_budget is not None
-        refusal = "'offload' and 'memory_budget' look at all layers of a step" if is_planned else None
+        refusal = None if options.offload is None else "'offload' looks at all layers of a step"
+        if options.memory_budget is not None and are_several_ranks():
+            refusal = "on several ranks 'memory_budget' looks at all layers of a step"
         return capture.Asked(how, options.regions == "auto", refusal, loops)
 
     def record_capture(self, stored: Mapping[str, Any], event: capture.CaptureEvent) -> None:

@@ -43,6 +43,43 @@ def enclosing_loop(instructions: Instructions, at: int) -> Loop | None:
     return None
 
 
+def outermost_loop(instructions: Instructions, at: int) -> Loop | None:
+    """The outermost ``for`` loop whose body holds the instruction at ``at``, if it is in no ``while`` loop."""
+    loop, outer = None, enclosing_loop(instructions, at)
+    while outer is not None:
+        loop, outer = outer, enclosing_loop(instructions, outer.head)
+    if loop is not None:
+        position = _position(instructions)
+        jumps = ((i, position[id(each.target)]) for i, each in enumerate(instructions) if each.target is not None)
+        if any(i >= loop.end and to <= loop.head for i, to in jumps):
+            return None
+    return loop
+
+
+def statement_behind(instructions: Instructions, loop: Loop) -> int | None:
+    """Index of the statement behind ``loop``; None if there is none, or it is in a ``with`` or ``try``."""
+    at = loop.end
+    if instructions[at].opname == "END_FOR":  # Python 3.12 pops the iterator there
+        at += 1
+        if instructions[at].opname in ("POP_ITER", "POP_TOP"):
+            at += 1
+    is_statement = _stack_depth(instructions, 0, at, 0) == 0 and instructions[at].exn_tab_entry is None
+    return at if is_statement else None
+
+
+def read_behind(instructions: Instructions, loop: Loop) -> list[str] | None:
+    """The local names that code behind ``loop`` reads before it stores them; None if one may have been deleted."""
+    if any(each.opname.startswith(("DELETE_FAST", "LOAD_FAST_AND_CLEAR")) for each in instructions[loop.head :]):
+        return None
+    names = dict.fromkeys(name for each in instructions for name in sorted(set().union(*_local_names(each))))
+    return [name for name in names if _reads_before_it_stores(instructions, loop.end, {name})]
+
+
+def computes(instructions: Instructions, start: int) -> bool:
+    """Does code from ``start`` on call anything, or compute with an operator?"""
+    return any(each.opname.startswith(("CALL", "BINARY", "UNARY")) for each in instructions[start:])
+
+
 def skipped_by(instructions: Instructions, at: int, condition: bool, loop: Loop) -> Span | None:
     """What the conditional jump at ``at`` skips when the condition is ``condition``.
 
@@ -65,14 +102,14 @@ def skipped_by(instructions: Instructions, at: int, condition: bool, loop: Loop)
     if to == loop.head:
         return Span(at + 1, loop.end, loop.head)
     # A part of an iteration is a statement: one of an expression leaves a value on the stack.
-    is_statement = jumps and at < to < loop.end and _stack_depth(instructions, loop.head + 1, at) == 1
+    is_statement = jumps and at < to < loop.end and _stack_depth(instructions, loop.head + 1, at, 1) == 1
     return Span(at + 1, to, to) if is_statement else None
 
 
-def _stack_depth(instructions: Instructions, start: int, end: int) -> int | None:
-    """How many values the code from ``start``, a loop's item on the stack, has there when it comes to ``end``."""
+def _stack_depth(instructions: Instructions, start: int, end: int, depth: int) -> int | None:
+    """How many values are on the stack at ``end``, if there are ``depth`` at ``start``."""
     position = _position(instructions)
-    waiting, seen = [(start, 1)], set()
+    waiting, seen = [(start, depth)], set()
     while waiting:
         at, depth = waiting.pop()
         if at == end:

@@ -22,8 +22,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 
-from glue_compiler.compat import dynamo_tracing, frame_places, layer_calls
+from glue_compiler.capture import bytecode
+from glue_compiler.compat import dynamo_tracing, frame_places, layer_calls, loop_tails
 from glue_compiler.compat.layer_calls import ModuleCall
+from glue_compiler.compat.loop_tails import Tail
 
 LEAST_LAYERS = 4
 LEAST_OPERATORS = 12
@@ -114,6 +116,10 @@ class KnownLayers:
             self._around.setdefault(module, set()).add(function)
 
     @property
+    def are_found(self) -> bool:
+        return bool(self._kinds)
+
+    @property
     def converting(self) -> LayerKind | None:
         """The kind of layer that this thread's Dynamo converts now."""
         return getattr(self._converting, "kind", None)
@@ -169,6 +175,8 @@ class LayerRegions(dynamo_tracing.TracingObserver):
     _seen: dict[_Kind, _Seen] = field(default_factory=dict)
     _inside: ModuleCall | None = None
     """The call of a layer that is being traced: what it calls is its own."""
+    _left_at: int | None = None
+    """The instruction of the converted function in which Python calls layers."""
 
     def begins(self) -> None:
         self._seen, self._inside = {}, None
@@ -179,7 +187,10 @@ class LayerRegions(dynamo_tracing.TracingObserver):
             return None
         kind = self.known.kind_of(call.module)
         if kind is None and self.known.lie_in(call.module, call.code):
-            return "layers that are compiled by themselves" if self._refusal(call.frame, ()) is None else None
+            if self._refusal(call.frame, ()) is not None:
+                return None
+            self._left_at = call.at_in_function
+            return "layers that are compiled by themselves"
         if kind is None and not self._is_layer(call):
             return None
         refusal = self._refusal(call.frame, call.arguments)
@@ -192,6 +203,7 @@ class LayerRegions(dynamo_tracing.TracingObserver):
         kind = kind or self.known.add(call.module, self._kinds)
         for module, code in _around(call.frame):
             self.known.add_around(module, code)
+        self._left_at = call.at_in_function
         return f"{kind} is compiled by itself"
 
     def called(self, call: ModuleCall) -> None:
@@ -201,6 +213,21 @@ class LayerRegions(dynamo_tracing.TracingObserver):
             seen = None if kind is None else self._seen.get(kind)
             if seen is not None and seen.call is call:
                 seen.operators, seen.end = dynamo_tracing.nodes_made() - call.nodes, len(seen.graph.nodes)
+
+    def leaves(self, frame: Any) -> Tail | None:
+        """Python runs the loop over layers; what comes behind it in the same function is compiled again."""
+        if self._left_at is None or not loop_tails.is_separable(frame):
+            return None
+        instructions = frame.instructions
+        loop = bytecode.outermost_loop(instructions, self._left_at)
+        start = None if loop is None else bytecode.statement_behind(instructions, loop)
+        if loop is None or start is None or not bytecode.computes(instructions, start):
+            return None
+        names = bytecode.read_behind(instructions, loop)
+        # A name that is first stored in the loop has no value if the loop does not run.
+        if names is None or not all(name in frame.symbolic_locals for name in names):
+            return None
+        return Tail(loop.head, start, names)
 
     def _is_layer(self, call: ModuleCall) -> bool:
         """Does ``call`` show that its module is one of several layers? The first call of a kind shows nothing."""

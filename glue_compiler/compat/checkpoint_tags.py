@@ -24,6 +24,13 @@ def is_marked_to_recompute(node: fx.Node) -> bool:
     return node.meta.get("recompute") in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 
+def forget_preferences(joint: fx.Graph) -> None:
+    """What plain checkpoints, and policies that only prefer, would compute again, a partitioner decides as outside."""
+    for node in joint.nodes:
+        if node.meta.get("recompute") is CheckpointPolicy.PREFER_RECOMPUTE:
+            del node.meta["recompute"]
+
+
 def is_backward(node: fx.Node) -> bool:
     """Has the program said that this node of a joint graph belongs to backward?"""
     return node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from glue_compiler.compat import layer_calls
+from glue_compiler.compat import layer_calls, loop_tails
 from glue_compiler.compat.harmless_values import touched
 from glue_compiler.compat.known_index import hit_variable, read_as_number, replace_known_index
 from glue_compiler.compat.parts import ANY, Feature, Uses
@@ -158,10 +158,12 @@ def _install() -> None:
         (AttributeMutationNew, "__init__", _born),
         (ValueMutationNew, "__init__", _born),
     ]
-    if hasattr(BuiltinVariable, "call_range"):  # a loop over a range is left to Dynamo otherwise
-        parts.append((BuiltinVariable, "call_range", _range))
-    if hasattr(InstructionTranslatorBase, "inline_user_function_return"):  # of regions alone, which ask for it
-        parts.append((InstructionTranslatorBase, "inline_user_function_return", _inline))
+    optional = (
+        (BuiltinVariable, "call_range", _range),  # without it, loops over ranges are left to Dynamo
+        (InstructionTranslatorBase, "inline_user_function_return", _inline),  # of regions, which ask for both
+        (InstructionTranslatorBase, "step_graph_break", _leave),
+    )
+    parts += [each for each in optional if hasattr(each[0], each[1])]
     # All or none: what may fail comes before the first is replaced.
     replaced = [(owner, name, getattr(owner, name), replacement) for owner, name, replacement in parts]
     wrapped = [functools.wraps(original)(replacement(original)) for _, _, original, replacement in replaced]
@@ -234,6 +236,8 @@ def _step(original: Callable[..., Any]) -> Callable[..., Any]:
             _observers.output = self.output
             for observer in observers:
                 observer.begins()
+            if _observers.called:  # a graph of one call, an embedding's, may end before a loop, too
+                self.is_non_empty_graph = lambda: self.output.count_calls() > 0
         for observer in _observers.hearing:
             observer.traced(self)
         opname = self.instructions[at].opname
@@ -366,3 +370,15 @@ def _inline(original: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return inline_user_function_return
+
+
+def _leave(original: Callable[..., Any]) -> Callable[..., Any]:
+    def step_graph_break(self: Any, *given: Any, **named: Any) -> Any:
+        tails = [observer.leaves(self) for observer in _observers.called]
+        result = original(self, *given, **named)
+        for tail in tails:
+            if tail is not None:
+                loop_tails.call_behind_loop(self, tail)
+        return result
+
+    return step_graph_break

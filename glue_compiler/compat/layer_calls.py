@@ -13,6 +13,7 @@ from torch import fx
 from glue_compiler.compat.parts import ANY, Feature, Uses
 
 _TRANSLATOR = "torch._dynamo.symbolic_convert:InstructionTranslatorBase"
+_BYTECODE = "torch._dynamo.bytecode_transformation"
 REGIONS = Feature(
     "compile of each kind of layer once",
     {
@@ -22,7 +23,18 @@ REGIONS = Feature(
         f"{_TRANSLATOR}.inline_user_function_return": Uses(("self", "fn", "args", "kwargs")),
         "torch._dynamo.exc:SkipFrame": ANY,
         "torch._dynamo.exc:unimplemented": Uses(("gb_type", "context", "explanation", "hints")),
-        f"{_TRANSLATOR}.step": Uses(names=("current_speculation", "step_graph_break", "error_on_graph_break")),
+        f"{_TRANSLATOR}.step": Uses(
+            names=("current_speculation", "step_graph_break", "error_on_graph_break", "is_non_empty_graph")
+        ),
+        f"{_TRANSLATOR.removesuffix('Base')}.is_non_empty_graph": Uses(("self",), ("count_calls",)),
+        f"{_TRANSLATOR}.step_graph_break": Uses(("self",), ("add_output_instructions", "instructions")),
+        f"{_BYTECODE}:add_push_null": ANY,
+        f"{_BYTECODE}:create_call_function": Uses(("nargs", "push_null")),
+        f"{_BYTECODE}:create_instruction": Uses(("name", "arg", "argval")),
+        f"{_BYTECODE}:create_jump_absolute": Uses(("target",)),
+        f"{_BYTECODE}:create_load_const": Uses(("val", "checked")),
+        f"{_BYTECODE}:transform_code_object": Uses(("code", "transformations")),
+        "torch._dynamo.output_graph:OutputGraph.add_output_instructions": Uses(names=("output_instructions",)),
         "torch._dynamo.trace_rules:check": Uses(("obj", "is_inlined_call")),
         "torch._dynamo.types:ConvertFrameReturn": Uses(("frame_exec_strategy", "apply_to_code")),
         "torch._dynamo.types:FrameAction.SKIP": ANY,
@@ -35,7 +47,7 @@ REGIONS = Feature(
         "torch._dynamo.variables.lazy:LazyVariableTracker.unwrap": Uses(("self",)),
     },
 )
-"""Without it, graphs are whole."""
+"""Without it, graphs are whole. Also for what ``loop_tails.py`` uses."""
 
 LEFT_TO_PYTHON = "glue: left to Python"
 
@@ -58,6 +70,12 @@ class ModuleCall:
         """Index of the instruction behind the call."""
         at: int | None = self.frame.instruction_pointer
         return at
+
+    @property
+    def at_in_function(self) -> int:
+        """Index of the instruction of the function that Dynamo converts in which this call is made."""
+        at: int = self.frame.output.root_tx.instruction_pointer
+        return at - 1
 
     @property
     def graph(self) -> fx.Graph:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from glue_compiler.compat import layer_calls
+from glue_compiler.compat import layer_calls, loop_tails
 from glue_compiler.compat.harmless_values import touched
 
 
@@ -114,3 +114,7 @@ class TracingObserver:
 
     def called(self, call: layer_calls.ModuleCall) -> None:
         """What ``calls`` was called with has been inlined."""
+
+    def leaves(self, frame: Any) -> loop_tails.Tail | None:
+        """Called before Dynamo leaves the rest of a function to Python: what of it is a function of its own, if any."""
+        return None

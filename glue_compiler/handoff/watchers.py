@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 from glue_compiler.capture import LayerKind
 from glue_compiler.compat import tracing
+from glue_compiler.memory.layer_plan import LayerPlan
 from glue_compiler.options import GlueOptions
 from glue_compiler.pipeline.observer import Observer, Observers
 from glue_compiler.replan.replanner import PlannedGraph
+from glue_compiler.report.graph_report import GraphReport
 from glue_compiler.report.observers import GraphObserver, ReportObserver
 from glue_compiler.report.progress import ProgressLine, terminal
 from glue_compiler.report.session import Session, session_for
@@ -19,13 +23,17 @@ def session_of(options: GlueOptions, default: Session) -> Session:
 
 
 def watch(
-    options: GlueOptions, session: Session, planned: PlannedGraph | None = None, layers: LayerKind | None = None
+    options: GlueOptions,
+    session: Session,
+    planned: PlannedGraph | None = None,
+    layers: LayerKind | None = None,
+    layer_plan: LayerPlan | None = None,
 ) -> Observer:
     """The observers of one graph.
 
     Args:
         planned: one more, that tells the others' report what it finds.
-        layers: which the graph is compiled for.
+        layers: which the graph is compiled for. layer_plan: tells the report how many of them keep.
     """
     reporting = ReportObserver(session, None if layers is None else str(layers))
     found: list[Observer] = [reporting]
@@ -36,6 +44,13 @@ def watch(
     if planned is not None:
         planned.report_to(reporting.report, session)
         found.append(planned)
+    if layer_plan is not None:
+        layer_plan.told.append(functools.partial(_note_plan, reporting.report, session))
     if options.verify:
         found.append(GraphCheck(reporting.report, options, session.folder))
     return Observers(*found)
+
+
+def _note_plan(report: GraphReport, session: Session, text: str) -> None:
+    report.replan = text
+    session.show(report, [])

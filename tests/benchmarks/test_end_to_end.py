@@ -230,6 +230,7 @@ def test_a_variant_that_plans_names_its_budget():
     assert not variant_of("plan-9.6GiB").by_layers
     assert variant_of("plan-9.6GiB-layers").options == (("memory_budget", "9.6GiB"),)
     assert variant_of("plan-9.6GiB-layers").by_layers
+    assert dict(variant_of("plan-0.5-regions").options) == {"memory_budget": "0.5", "regions": "auto"}
     assert variant_of("glue") is VARIANTS["glue"]
     with pytest.raises(ValueError, match="no variant 'glu-layers'; did you mean 'glue-layers'"):
         variant_of("glu-layers")

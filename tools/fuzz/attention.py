@@ -89,6 +89,9 @@ def _layer(draw: Draw, masks: Masks, query: str) -> str:
     written = draw.chance(0.45) and not use_gqa
     if not written:
         mask = masks.boolean() if draw.chance(0.6) else masks.added()
+        if not draw.one_graph and draw.chance(0.12):  # the mask goes from one graph to another
+            draw.emit("torch._dynamo.graph_break()")
+            draw.maybe_twist()
         return _operator(draw, query, key, value, mask, use_gqa)
     return _written_out(draw, masks, query, key, value)
 

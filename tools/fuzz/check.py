@@ -123,7 +123,11 @@ def verdict(program: Program, expected: Mapping[str, Any] | None = None, off: tu
                 found.unread += sum(isinstance(value, harness.Written) for value in actual.values())
                 found.warm += _hits() - hits if suffix else 0
     graphs = [graph for run in kept for graph in run.session.graphs]
-    found.fired |= {"replan": count} if (count := sum(graph.replan is not None for graph in graphs)) else {}
+    events = {
+        "replan": sum(graph.replan is not None for graph in graphs),
+        "regions": sum(graph.region is not None for graph in graphs),
+    }
+    found.fired |= {name: count for name, count in events.items() if count}
     for report in (p for graph in graphs for p in graph.passes):
         if report.changed:
             found.fired[report.name] = found.fired.get(report.name, 0) + max(1, len(report.rewrites))

@@ -187,6 +187,8 @@ def differences(program: dict[str, Any], expected: dict[str, Any], actual: dict[
             continue
         if want is not None and got is not None and (is_error(label) or (is_text(want) and is_text(got))):
             continue
+        if isinstance(want, float) and isinstance(got, float):  # a number that a program has read
+            want, got = torch.tensor(want, dtype=torch.float64), torch.tensor(got, dtype=torch.float64)
         if isinstance(want, torch.Tensor) and isinstance(got, torch.Tensor):
             loose = any(part in label for part in program["NAN_MAY_VANISH"])
             if reason := tensors_differ(want, got, TOLERANCE[program["PRECISION"]], loose, unspoiled.get(label)):

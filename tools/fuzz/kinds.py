@@ -10,7 +10,7 @@ from tools.fuzz.attention import draw_attention
 from tools.fuzz.callers import BETWEEN, BETWEEN_FOR_INPUTS, draw_refill, draw_step
 from tools.fuzz.draw import Draw, Drawn
 from tools.fuzz.experts import draw_experts
-from tools.fuzz.layers import draw_layers
+from tools.fuzz.layers import draw_layers, draw_regions
 from tools.fuzz.losses import draw_losses
 from tools.fuzz.metadata import draw_metadata
 from tools.fuzz.programs import Call, Program, Statement, Step
@@ -24,6 +24,7 @@ KINDS: dict[str, Callable[[Draw], Drawn]] = {
     "layers": draw_layers,
     "losses": draw_losses,
     "metadata": draw_metadata,
+    "regions": draw_regions,
     "steps": draw_steps,
 }
 
@@ -83,11 +84,14 @@ def draw_program(
         options = (("memory_budget", budget),)
         if not draw.small:
             calls.append(Call("fresh", 4, context))  # a plan may be made again behind the first ones
+    if kind == "regions":
+        passes, options = {}, (("regions", "auto"),)
     draw_settings(draw, compiler)
     prelude = (Statement(f"FLOAT = {float_type}"), *draw.prelude.values())
     # A plan may keep an output or an input for backward that eager does not (docs/plan_memory.md).
-    between = "pass" if plain or options else draw.mostly("pass", *BETWEEN, share=0.9)
-    may_write = between == "pass" and not plain and not options
+    is_planned = "memory_budget" in dict(options)
+    between = "pass" if plain or is_planned else draw.mostly("pass", *BETWEEN, share=0.9)
+    may_write = between == "pass" and not plain and not is_planned
     written = draw.integer(0, len(drawn.inputs) - 1) if may_write and draw.chance(0.08) else None
     if written is not None:
         between = draw.pick(*BETWEEN_FOR_INPUTS)

@@ -10,6 +10,15 @@ _ARGUMENTS = ("hidden", "other", "weight", "scale", "table", "state", "eps")
 
 def draw_layers(draw: Draw) -> Drawn:
     """Four to eight calls of one or two layers, inline or checkpointed, that update ``state`` or draw numbers."""
+    return _layers(draw, are_modules=False)
+
+
+def draw_regions(draw: Draw) -> Drawn:
+    """The same, as modules that a loop calls, with something behind it that computes."""
+    return _layers(draw, are_modules=True)
+
+
+def _layers(draw: Draw, *, are_modules: bool) -> Drawn:
     count = 4 if draw.small else draw.integer(4, 8)
     draw.need("sizes", f"COUNT, TOKENS, WIDTH = {count}, {draw.mostly(4, 0, 1, 3)}, 2")
     updates = draw.chance(0.3)  # not in a checkpoint, which saves what it takes
@@ -33,14 +42,22 @@ def draw_layers(draw: Draw) -> Drawn:
     draw.maybe_twist()
     eps = draw.mostly("0.1", "0.1 * (1 + i % 2)", "0.1 if i != 2 else 0.2", "0.1 + 0.05 * i", share=0.6)
     state = draw.mostly("state[i]", "state[0]", "state[i // 2]", share=0.6)
-    with draw.block("for i in range(COUNT):"):
+    if are_modules:
+        draw.need("modules", MODULES)
+        region = "Region" if updates else draw.pick("Region", "Again")
+        made = f"[{region}({names[0]}) if i % 3 else {region}({names[-1]}) for i in range(COUNT)]"
+        draw.prelude["MODEL"] = Statement(f"MODEL = torch.nn.ModuleList({made})")
+        draw.emit("model = MODEL")
+    loop = "for i, layer in enumerate(model):" if are_modules else "for i in range(COUNT):"
+    with draw.block(loop):
         name = (
             names[0]
             if len(names) == 1
             else draw.pick(f"({names[0]}, {names[1]})[i % 2]", f"({names[0]} if i < 3 else {names[1]})")
         )
+        name = "layer" if are_modules else name
         given = f"hidden, other, weights[i], scale[i], table, {state}, {eps}"
-        if not updates and draw.chance(0.4):
+        if not updates and not are_modules and draw.chance(0.4):
             draw.emit(f"hidden, other = checkpoint({name}, {given}, use_reentrant=False)")
         else:
             draw.emit(f"hidden, other = {name}({given})")
@@ -48,6 +65,11 @@ def draw_layers(draw: Draw) -> Drawn:
             draw.emit(
                 f"kept.append({draw.pick('hidden', 'hidden[:1]', 'hidden.t()', 'hidden.detach()', 'other.view(-1)')})"
             )
+        if are_modules and draw.chance(0.1):
+            draw.emit(draw.pick("if i == 5: break", "if i == 0: continue", "last = hidden"))
+        draw.maybe_twist()
+    for _ in range(draw.integer(0, 2) if are_modules else 0):
+        draw.emit(draw.pick("hidden = torch.tanh(hidden) * other", "hidden = hidden.softmax(-1) + scale[0]"))
         draw.maybe_twist()
     draw.outputs += ["hidden", "other", "*kept"]
     draw.spoil("x.data[:1] = float('nan')")
@@ -100,6 +122,20 @@ def _layer(draw: Draw, *, updates: bool) -> str:
     return name
 
 
+MODULES = """
+class Region(torch.nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.inner, self.layer = torch.nn.Identity(), layer
+
+    def forward(self, hidden, other, weight, scale, table, state, eps):
+        return self.layer(self.inner(hidden), other, weight, scale, table, state, eps)
+
+
+class Again(Region):
+    def forward(self, *given):
+        return checkpoint(super().forward, *given, use_reentrant=False)
+"""
 STEPS = (
     "hidden = torch.tanh(hidden @ weight) * scale",
     "hidden = hidden + F.silu(F.linear(hidden, weight, scale)) * table",

@@ -137,3 +137,16 @@ def test_what_only_a_second_compile_does_wrong_is_found(extra):
         assert found.wrong == []
         assert found.warm > 0
     assert verdict(program("y = x.sin() * 2", options=options)).wrong == []
+
+
+def test_layers_of_regions_are_modules_and_are_found():
+    """Their loop is in the program, with something behind it."""
+    programs = [draw_program(Random(seed), "regions") for seed in range(20)]
+    assert all(dict(each.options)["regions"] == "auto" for each in programs)
+    assert all("for i, layer in enumerate(model):" in each.source() for each in programs)
+    assert any("checkpoint(super().forward" in each.source() for each in programs)
+
+
+def test_masks_go_from_one_graph_to_another():
+    texts = [draw_program(Random(seed), "attention").source() for seed in range(80)]
+    assert any("graph_break()" in text for text in texts)

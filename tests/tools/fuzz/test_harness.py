@@ -78,12 +78,18 @@ def test_what_spoils_the_inputs_is_left_out_for_comparison():
         (None, torch.zeros(2), "eager None"),
         (torch.tensor([1, 2]), torch.tensor([1, 3]), "[1, 3]"),
         (True, False, "compiled False"),
+        (1.0, 1.0 + 1e-6, "off by"),
     ],
 )
 def test_what_differs_is_told(expected, actual, told):
     (difference,) = compared({"output 0": expected}, {"output 0": actual})
     assert told in difference
     assert compared({"output 0": expected}, {"output 0": expected}) == []
+
+
+def test_a_number_that_was_read_is_compared_as_a_tensor_is():
+    assert compared({"output 0": 2.0}, {"output 0": 2.0 + 1e-15}) == []
+    assert compared({"output 0": float("nan")}, {"output 0": float("nan")}) == []
 
 
 def test_a_gradient_of_zeros_for_a_parameter_that_no_data_selected_is_allowed_where_it_is_documented():

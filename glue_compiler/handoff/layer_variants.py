@@ -1,0 +1,120 @@
+"""A checkpointed layer is compiled twice: to compute its inside again in backward, and to keep what backward needs."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from glue_compiler.compat import checkpoint_tags, partition, runtime, saved_tensor_hooks
+from glue_compiler.fx.bodies import CHECKPOINT
+from glue_compiler.fx.copying import copy_graph_module
+from glue_compiler.handoff.hand_off import HandOff
+from glue_compiler.memory.layer_plan import Budget, LayerPlan, memory_on
+from glue_compiler.options import GlueOptions
+
+
+@dataclass(frozen=True)
+class LayerVariants:
+    """The compiled code of layers of one kind: each call is one of two, as ``plan`` decides.
+
+    ``weight``: the input that tells layers apart. ``states``: the one whose size tells how much a call takes.
+    """
+
+    plan: LayerPlan
+    kind: Hashable
+    weight: int
+    states: int
+    computes_again: Callable[..., Any]
+    keeps: Callable[..., Any]
+
+    def __call__(self, *inputs: Any) -> Any:
+        # A checkpoint around the call calls it again in backward, and has to meet what it met before.
+        if not torch.is_grad_enabled() or saved_tensor_hooks.are_active() or runtime.backward_id() is not None:
+            return self.computes_again(*inputs)
+        plan, layer, units = self.plan, id(inputs[self.weight]), inputs[self.states].numel()
+        kept, before = plan.keeps(layer, self.kind, units), plan.allocated()
+        try:
+            results = (self.keeps if kept else self.computes_again)(*inputs)
+        except torch.OutOfMemoryError as error:
+            if kept and hasattr(error, "add_note"):
+                error.add_note("glue: fewer layers will keep what backward needs. Run this step again.")
+            plan.ran_out()
+            raise
+        plan.called(layer, units, kept, before, results)
+        return results
+
+
+class LayerPlans:
+    """Of one backend: a plan for each device and budget, of devices that say what they hold."""
+
+    def __init__(self) -> None:
+        self._plans: dict[tuple[torch.device, Budget], LayerPlan] = {}
+
+    def plan_for(self, inputs: Sequence[Any], budget: Budget) -> LayerPlan | None:
+        """Of the layers that are compiled for ``inputs``; None where they have no choice."""
+        device = next((value.device for value in inputs if isinstance(value, torch.nn.Parameter)), None)
+        if device is None or not torch.is_grad_enabled() or runtime.backward_is_compiled():
+            return None
+        memory = memory_on(device)
+        return None if memory is None else self._plans.setdefault((device, budget), LayerPlan(budget, memory))
+
+    def clear(self) -> None:
+        self._plans.clear()
+
+
+def are_several_ranks() -> bool:
+    """Plans of layers would differ between them, and what a layer does again in backward may be a collective."""
+    return (
+        torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+        and torch.distributed.get_world_size() > 1
+    )
+
+
+def with_variants(hand_off: HandOff, plan: LayerPlan, kind: Hashable) -> HandOff:
+    """``hand_off``, which compiles a layer of this kind twice, if it has a checkpoint."""
+
+    def compile_both(
+        gm: fx.GraphModule,
+        inputs: Sequence[Any],
+        options: GlueOptions,
+        uuid: bytes | None,
+        edit: partition.Edit | None = None,
+    ) -> Callable[..., Any]:
+        editing = () if edit is None else (edit,)
+        weight, states = _weight_in(inputs), _states_in(inputs)
+        if weight is None or states is None or not gm.graph.find_nodes(op="call_function", target=CHECKPOINT):
+            return hand_off(gm, inputs, options, uuid, *editing)
+        plan.compiles()
+        other = copy_graph_module(gm)
+        computes_again = hand_off(gm, inputs, options, uuid, *editing)
+        keep = replace(edit or partition.Edit(lambda *_: None), joint=_keep_all)
+        key = None if uuid is None else hashlib.sha256(uuid + b"keeps").digest()
+        return LayerVariants(plan, kind, weight, states, computes_again, hand_off(other, inputs, options, key, keep))
+
+    return compile_both
+
+
+def _keep_all(joint: fx.GraphModule, num_outputs: int, partitioned: Callable[[], partition.Graphs]) -> partition.Graphs:
+    checkpoint_tags.forget_preferences(joint.graph)
+    return partitioned()
+
+
+def _weight_in(inputs: Sequence[Any]) -> int | None:
+    return next((i for i, value in enumerate(inputs) if isinstance(value, torch.nn.Parameter)), None)
+
+
+def _states_in(inputs: Sequence[Any]) -> int | None:
+    """The input that a layer's activations grow with: the largest one that is made by the step."""
+    sizes = {
+        i: value.dim()
+        for i, value in enumerate(inputs)
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and not isinstance(value, torch.nn.Parameter)
+    }
+    asks = [i for i in sizes if inputs[i].requires_grad]
+    return next(iter(asks or sizes), None)

@@ -1,0 +1,229 @@
+"""How many layers keep what backward needs, instead of computing it again, so that a step fits a memory budget.
+
+All calls of a layer's compiled code cost the same, so what one takes is measured and not predicted: by how much more is
+allocated behind a call that keeps than behind one that computes again. The most that was allocated in a step says what
+all else takes. Then the last layers of the model keep, as many as fit: what they keep is the first that backward frees.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from glue_compiler.byte_sizes import with_unit
+from glue_compiler.memory.budget import MARGIN
+from glue_compiler.ops.device_memory import memory_of, size_of
+
+log = logging.getLogger(__name__)
+
+Budget = int | float | str
+SHARE = 0.97
+"""Of the budget is planned for: blocks of the allocator are larger than what lies in them."""
+
+
+class Memory(Protocol):
+    """Of one device, in bytes: what tensors hold, the most that they ever held, and what a budget comes to now."""
+
+    def allocated(self) -> int: ...
+
+    def peak(self) -> int: ...
+
+    def limit(self, budget: Budget) -> int: ...
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Of a CUDA device. Torch's statistics are read and never reset: they are the user's."""
+
+    device: torch.device
+
+    def allocated(self) -> int:
+        return torch.cuda.memory_allocated(self.device)
+
+    def peak(self) -> int:
+        return torch.cuda.max_memory_allocated(self.device)
+
+    def limit(self, budget: Budget) -> int:
+        if isinstance(budget, int):
+            return budget
+        if isinstance(budget, float):
+            return int(budget * (size_of(self.device) or 0))
+        memory = memory_of(self.device)
+        assert memory is not None
+        return self.allocated() + memory.free + memory.unused - int(MARGIN * memory.total)
+
+
+def memory_on(device: torch.device) -> Memory | None:
+    return DeviceMemory(device) if device.type == "cuda" else None
+
+
+def last_that_fit(layers: dict[int, Hashable], extra: Mapping[Hashable, float], room: float) -> list[int]:
+    """The layers that keep: the last ones, whose bytes together are at most ``room``.
+
+    Args:
+        layers: layer → kind, in the order of their calls. extra: kind → bytes; of a kind that is not in it none keep.
+    """
+    found = []
+    for layer, kind in reversed(layers.items()):
+        if kind in extra:
+            room -= extra[kind]
+            if room < 0:
+                break
+            found.append(layer)
+    return found
+
+
+class _Round:
+    """A forward through the layers, whose backward has not come to the first of them yet."""
+
+    has_run = False
+
+
+class LayerPlan:
+    """Of one device. Whatever it decides, results are the same: threads may share it, and at worst it decides badly.
+
+    A round is a forward through all layers; a step begins with a round while no other one waits for its backward.
+
+    Args:
+        budget: as the user wrote it.
+
+    Attributes:
+        told: called with a sentence when another number of layers keeps.
+    """
+
+    def __init__(self, budget: Budget, memory: Memory) -> None:
+        self._budget, self._memory = budget, memory
+        self.told: list[Callable[[str], None]] = []
+        self._layers: dict[int, Hashable] = {}
+        self._keeping: frozenset[int] = frozenset()
+        self._grown: dict[tuple[Hashable, bool], float] = {}
+        """(kind, does it keep?) → bytes for each unit by which a call makes what is allocated grow."""
+        self._besides: dict[int, int] = {}
+        """Units of a step → the most that it takes beside what layers keep."""
+        self._waiting: list[weakref.ref[_Round]] = []
+        self._units, self._rounds, self._most_rounds = 0, 0, 1
+        self._kept, self._peak, self._steps = 0.0, 0, 0
+        self._has_compiled, self._measures = True, True
+        self._limit: int | None = None
+
+    def compiles(self) -> None:
+        """Code of a layer is compiled: what this step takes shows nothing."""
+        self._has_compiled = True
+
+    def keeps(self, layer: int, kind: Hashable, units: int) -> bool:
+        """Does this call of a layer keep what backward needs?
+
+        Args:
+            layer: stands for the layer in all of its calls. kind: layers that take the same for each unit.
+            units: how large its input is.
+        """
+        is_first = next(iter(self._layers), layer) == layer
+        self._layers[layer] = kind
+        if is_first:
+            self._begin_round(units)
+        return layer in self._keeping
+
+    def called(self, layer: int, units: int, kept: bool, before: int | None, outputs: Sequence[Any]) -> None:
+        """A call that :meth:`keeps` was asked about has run; ``before``: what :meth:`allocated` said."""
+        kind = self._layers[layer]
+        if before is not None and not self._has_compiled:
+            grown = (self._memory.allocated() - before) / max(1, units)
+            self._grown[kind, kept] = min(grown, self._grown.get((kind, kept), grown))
+        if kept:
+            self._kept += self._extra().get(kind, 0.0) * units
+        if layer == next(iter(self._layers)):
+            self._wait_for_backward(outputs)
+
+    def allocated(self) -> int | None:
+        """Bytes; None where they are not asked for, as the host takes a while to count them."""
+        return self._memory.allocated() if self._measures else None
+
+    def ran_out(self) -> None:
+        """A call that keeps found no memory: the next step takes less than was there."""
+        self._limit = min(self._limit or self._peak, int(SHARE * self._memory.peak()))
+        self._keeping = frozenset()
+
+    def _wait_for_backward(self, outputs: Sequence[Any]) -> None:
+        node = next((each.grad_fn for each in outputs if getattr(each, "grad_fn", None) is not None), None)
+        if node is None:
+            return
+        # The graph holds the round, so that a graph that is dropped without a backward is no longer waited for.
+        this_round = node.metadata[self] = _Round()
+        waiting = weakref.ref(this_round)
+
+        def has_run(_: Any) -> None:
+            if (found := waiting()) is not None:
+                found.has_run = True
+
+        node.register_prehook(has_run)
+        self._waiting.append(waiting)
+
+    def _begin_round(self, units: int) -> None:
+        self._waiting = [each for each in self._waiting if (found := each()) is not None and not found.has_run]
+        if not self._waiting:
+            self._begin_step(units)
+        self._rounds += 1
+
+    def _begin_step(self, units: int) -> None:
+        self._look_back()
+        self._most_rounds = max(self._most_rounds, self._rounds)
+        self._units, self._rounds, self._kept, self._has_compiled = units, 0, 0.0, False
+        self._steps += 1
+        self._peak = self._memory.peak()
+        keeping = frozenset(self._choose(units))
+        if keeping != self._keeping and len(self._grown) > 1:
+            extra = self._extra()
+            kept = sum(extra.get(self._layers[layer], 0.0) for layer in keeping) * units * self._most_rounds
+            text = (
+                f"{len(keeping)} of {len(self._layers)} layers keep what backward needs: {with_unit(int(kept))}, with "
+                f"{with_unit(self._limit or 0)} for a step"
+            )
+            log.info(text)
+            for tell in self.told:
+                tell(text)
+        self._keeping = keeping
+
+    def _look_back(self) -> None:
+        """At the step that is over: what did it take beside what layers have kept?"""
+        if self._has_compiled or not self._rounds:
+            return
+        peak = self._memory.peak()
+        besides = peak - int(self._kept)
+        known = self._besides.get(self._units, besides)
+        if self._limit is not None and peak > max(self._peak, self._limit):
+            for units in self._besides:
+                self._besides[units] += max(0, besides - known)
+        # The peak of an earlier time, or of an evaluation in between, is more than this step's.
+        self._besides[self._units] = min(besides, self._besides.get(self._units, besides))
+
+    def _choose(self, units: int) -> list[int]:
+        if self._steps == 1:
+            return []
+        extra = self._extra()
+        last_of_kinds = {kind: layer for layer, kind in self._layers.items()}
+        self._measures = not self._besides or len(extra) < len(last_of_kinds)
+        if self._measures:
+            # One layer of each kind shows what it takes to keep.
+            return [layer for kind, layer in last_of_kinds.items() if kind not in extra]
+        if self._limit is None:
+            self._limit = self._memory.limit(self._budget)
+        room = SHARE * self._limit - self._expected(units)
+        return last_that_fit(self._layers, {k: v * units * self._most_rounds for k, v in extra.items()}, room)
+
+    def _extra(self) -> dict[Hashable, float]:
+        """Kind → bytes for each unit that a call keeps beside what one holds that computes again."""
+        both = {kind for kind, kept in self._grown if kept and (kind, False) in self._grown}
+        return {kind: max(0.0, self._grown[kind, True] - self._grown[kind, False]) for kind in both}
+
+    def _expected(self, units: int) -> float:
+        """What a step of ``units`` takes beside what layers keep: what is there now, and what grows with the units."""
+        if units in self._besides:
+            return self._besides[units]
+        largest = max(self._besides)
+        base = min(self._memory.allocated(), self._besides[largest])
+        return base + (self._besides[largest] - base) * units / largest

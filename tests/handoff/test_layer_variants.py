@@ -1,0 +1,209 @@
+"""Layers that keep what backward needs beside layers that compute it again: results are those of eager, any mixture."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from glue_compiler.backend import GlueBackend
+from glue_compiler.handoff import layer_variants
+from glue_compiler.memory.layer_plan import SHARE
+from glue_compiler.report.session import Session
+from tests.capture.test_layer_regions import Checkpointed, Decoder, Layer, Run, WithHead, ids, layers
+
+
+class Scripted:
+    """A plan that keeps the calls whose numbers are given."""
+
+    def __init__(self, keeping):
+        self.keeping, self.numbers, self.asked, self.told = keeping, iter(range(10**6)), [], []
+
+    def compiles(self):
+        pass
+
+    def allocated(self):
+        return None
+
+    def keeps(self, layer, kind, units):
+        self.asked.append((layer, str(kind), units))
+        return self.keeping(next(self.numbers))
+
+    def called(self, *_):
+        pass
+
+    def ran_out(self):
+        self.keeping = lambda _: False
+
+
+@pytest.fixture
+def planned(monkeypatch):
+    """``planned(keeping, model)``: a run whose layers keep as scripted, and the script."""
+
+    def make(keeping, model, **options):
+        plan = Scripted(keeping)
+        monkeypatch.setattr(layer_variants, "memory_on", lambda device: plan)
+        monkeypatch.setattr(layer_variants, "LayerPlan", lambda *_: plan)
+        return Run(model, {"memory_budget": 10**9, **options}), plan
+
+    return make
+
+
+class Embedded(Decoder):
+    def forward(self, states):
+        states = states * 2.0 + 1.0
+        for layer in self.layers:
+            states = layer(states)
+        return self.norm(states).square().sum()
+
+
+def products_in_backward(run):
+    loss = run.compiled(ids())
+    with torch.profiler.profile() as profile:
+        loss.backward()
+    return sum(event.name in ("aten::mm", "aten::addmm") for event in profile.events())
+
+
+@pytest.mark.parametrize("keeping", [lambda n: False, lambda n: True, lambda n: n % 2 == 0, lambda n: n % 7 < 3])
+def test_any_mixture_has_eagers_loss_and_gradients(planned, keeping):
+    run, plan = planned(keeping, WithHead(layers(4, Checkpointed)))
+    run.step(ids()).step(ids(9)).step(ids(17)).look(ids())
+    assert run.regions
+    assert len(plan.told) == len(run.regions) - 1  # one is for evaluation, in which nothing is asked
+    assert len(plan.asked) == 12
+    assert len({layer for layer, *_ in plan.asked}) == 4
+    assert [units for *_, units in plan.asked[::4]] == [2 * 12 * 16, 2 * 9 * 16, 2 * 17 * 16]
+
+
+def test_what_is_kept_is_not_computed_again(planned):
+    found = []
+    for keeping in (lambda n: True, lambda n: n % 4 == 0, lambda n: False):
+        torch._dynamo.reset()
+        run, _ = planned(keeping, WithHead(layers(4, Checkpointed)))
+        run.step(ids())
+        found.append(products_in_backward(run))
+    kept, mixed, again = found
+    assert kept < mixed < again, found
+    assert (mixed - kept) == 3 * (again - mixed)
+
+
+class Drops(Checkpointed):
+    def __init__(self, index=0):
+        super().__init__(index)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x, mask=None):
+        return super().forward(self.drop(x), mask)
+
+
+def test_random_numbers_of_the_forward_are_those_of_backward(planned):
+    found = []
+    for keeping in (lambda n: True, lambda n: False):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        run, _ = planned(keeping, WithHead(layers(4, Drops)))
+        run.compiled(ids())
+        run.model.zero_grad()
+        torch.manual_seed(1)
+        run.compiled(ids()).backward()
+        found.append([p.grad for p in run.model.parameters()])
+    for kept, again in zip(*found, strict=True):
+        torch.testing.assert_close(kept, again, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_checkpoint_around_all_meets_one_variant(planned, use_reentrant):
+    """It calls again in backward: what that saves must be what was saved."""
+    run, plan = planned(lambda n: n % 3 == 0, Embedded(layers(4, Checkpointed)))
+    states = torch.randn(2, 12, 16, dtype=torch.double, requires_grad=True)
+    found = []
+    for call in (run.compiled, run.eager):
+        states.grad = None
+        checkpoint(call, states, use_reentrant=use_reentrant).backward()
+        found.append(states.grad if not use_reentrant else None)
+    assert not plan.asked
+    assert found[0] is None or torch.allclose(*found)
+
+
+def test_layers_without_a_checkpoint_are_compiled_once(planned):
+    run, plan = planned(lambda n: True, WithHead(layers(4, Layer)))
+    run.step(ids())
+    assert run.regions == ["Layer x4"]
+    assert not plan.asked
+
+
+def policy(context, func, *args, **kwargs):
+    is_product = func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_RECOMPUTE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class Selective(Layer):
+    def __call__(self, *args, **kwargs):
+        how = {"use_reentrant": False, "context_fn": partial(create_selective_checkpoint_contexts, policy)}
+        return checkpoint(super().__call__, *args, **how, **kwargs)
+
+
+def test_what_a_policy_must_recompute_is_not_kept(planned):
+    found = []
+    for kind in (Checkpointed, Selective):
+        torch._dynamo.reset()
+        run, _ = planned(lambda n: True, WithHead(layers(4, kind)))
+        run.step(ids())
+        found.append(products_in_backward(run))
+    assert found[0] < found[1]
+
+
+def test_no_memory_for_a_layer_that_keeps(planned):
+    run, plan = planned(lambda n: True, WithHead(layers(4, Checkpointed)))
+    run.step(ids())
+
+    def fails(*_):
+        raise torch.OutOfMemoryError("no memory")
+
+    variant = layer_variants.LayerVariants(plan, "kind", 0, 1, lambda *_: None, fails)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        variant(nn.Parameter(torch.ones(1)), torch.ones(3))
+    assert "Run this step again" in str(getattr(caught.value, "__notes__", ["Run this step again"]))
+    run.step(ids())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("keep", [0, 2, 6])
+def test_steps_on_a_device_fit_the_budget(keep):
+    """The budget is what a step takes that computes all again, and what ``keep`` layers' activations take."""
+    layers = [Checkpointed(i, width=256) for i in range(6)]
+    x = torch.randn(8, 1024, 256, device="cuda")
+
+    class Stack(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(layers)
+
+        def forward(self, x):
+            x = x * 1.0 + 1.0
+            for layer in self.layers:
+                x = layer(x)
+            return x.square().mean()
+
+    def peak(**options):
+        torch._dynamo.reset()
+        model = Stack().cuda()
+        session = Session()
+        compiled = torch.compile(model, backend=GlueBackend(session=session), options={"regions": "auto", **options})
+        for step in range(8):
+            if step == 5:
+                torch.cuda.reset_peak_memory_stats()
+            compiled(x).backward()
+            model.zero_grad(set_to_none=True)
+        told = [graph.replan for graph in session.graphs if graph.replan]
+        return torch.cuda.max_memory_allocated(), told
+
+    least, _ = peak()
+    most, told = peak(memory_budget=2**36)
+    assert told[-1].startswith("6 of 6 layers keep")
+    each = (most - least) / 6
+    assert each > 0
+    found, told = peak(memory_budget=int((least + keep * each) / SHARE) + 2**21)
+    assert found <= (least + keep * each) / SHARE + 2**21
+    assert told[-1].startswith(f"{keep} of 6 layers keep") if told else keep == 0

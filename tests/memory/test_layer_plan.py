@@ -1,0 +1,187 @@
+"""How many layers keep: from what steps take, whatever lengths, rounds and failures there are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from glue_compiler.memory.layer_plan import SHARE, LayerPlan, last_that_fit
+
+LAYERS = list(range(10, 18))
+AGAIN, KEPT = 1, 5
+"""Bytes of a call for each unit of its input."""
+BASE, TAIL = 1000, 20
+"""What is always there, and what head and loss take, for each unit."""
+
+
+class Device:
+    """Steps of a model whose memory is counted by hand."""
+
+    def __init__(self, budget, layers=tuple(LAYERS)):
+        self.held, self.most, self.budget = BASE, BASE, budget
+        self.layers, self.told = list(layers), []
+        self.plan = LayerPlan(budget, self)
+        self.plan.told.append(self.told.append)
+
+    def allocated(self):
+        return self.held
+
+    def peak(self):
+        return self.most
+
+    def limit(self, budget):
+        return budget
+
+    def take(self, nbytes):
+        self.held += nbytes
+        self.most = max(self.most, self.held)
+
+    def forward(self, units):
+        """Of the layers: which keep; and what backward is to start from."""
+        x, kept = torch.ones(1, requires_grad=True), []
+        for layer in self.layers:
+            keeps = self.plan.keeps(layer, "kind", units)
+            before = self.plan.allocated()
+            x = x * 1.0
+            self.take((KEPT if keeps else AGAIN) * units)
+            self.plan.called(layer, units, keeps, before, [x])
+            kept += [layer] if keeps else []
+        return kept, x
+
+    def step(self, units, rounds=1, backward=True):
+        base = self.held
+        forwards = [self.forward(units) for _ in range(rounds)]
+        self.take(TAIL * units)
+        for _, x in forwards:
+            if backward:
+                x.backward()
+        self.held = base
+        return forwards[-1][0]
+
+    def learn(self, units, rounds=1):
+        """The first step compiles, the second one shows what one kept layer takes."""
+        self.plan.compiles()
+        assert self.step(units, rounds) == []
+        assert self.step(units, rounds) == self.layers[-1:]
+
+
+def needed(units, keep, rounds=1):
+    """What a step takes in which so many layers keep."""
+    return BASE + TAIL * units + rounds * units * (AGAIN * len(LAYERS) + (KEPT - AGAIN) * keep)
+
+
+def budget_for(units, keep, rounds=1):
+    return int(needed(units, keep, rounds) / SHARE) + 1
+
+
+@pytest.mark.parametrize("keep", [0, 1, 3, 7, 8])
+def test_the_last_layers_keep_as_many_as_fit(keep):
+    device = Device(budget_for(100, keep))
+    device.learn(100)
+    for _ in range(3):
+        assert device.step(100) == LAYERS[len(LAYERS) - keep :]
+    assert device.most <= max(device.budget, needed(100, 1))
+
+
+def test_what_is_decided_is_told():
+    device = Device(budget_for(100, 3))
+    device.learn(100)
+    device.step(100)
+    assert device.told[-1].startswith("3 of 8 layers keep what backward needs: 1.17 KiB")
+
+
+def test_a_step_that_compiles_shows_nothing():
+    """Of the tuning of kernels, for example, which takes more than the step."""
+    device = Device(budget_for(100, 3))
+    device.learn(100)
+    device.most += 10**6
+    device.plan.compiles()
+    assert device.step(100) == LAYERS[-3:]
+    assert device.step(100) == LAYERS[-3:]
+
+
+@pytest.mark.parametrize(("units", "keep"), [(50, 8), (200, 0), (110, 2)])
+def test_another_length_is_chosen_for_before_it_runs(units, keep):
+    """What grows with the length is known of the first one."""
+    device = Device(budget_for(100, 3))
+    device.learn(100)
+    device.step(100)
+    assert device.step(units) == LAYERS[len(LAYERS) - keep :]
+    assert device.step(100) == LAYERS[-3:]
+
+
+def test_rounds_that_wait_together_share_the_budget():
+    """Two forwards before a backward, as a loss of two answers has."""
+    device = Device(budget_for(100, 4, rounds=2))
+    device.learn(100, rounds=2)
+    for _ in range(3):
+        assert device.step(100, rounds=2) == LAYERS[-4:]
+    assert device.most <= device.budget
+
+
+def test_accumulation_is_one_round_at_a_time():
+    device = Device(budget_for(100, 4))
+    device.learn(100)
+    for _ in range(6):
+        assert device.step(100) == LAYERS[-4:]
+
+
+def test_a_forward_that_is_dropped_is_not_waited_for():
+    device = Device(budget_for(100, 4))
+    device.learn(100)
+    for _ in range(4):
+        device.step(100, backward=False)
+    assert device.step(100) == LAYERS[-4:]
+
+
+def test_what_others_take_later_makes_fewer_keep():
+    device = Device(budget_for(100, 4))
+    device.learn(100)
+    device.step(100)
+    device.take(800)  # two layers' worth, and stays
+    device.step(100)
+    assert device.step(100) == LAYERS[-2:]
+
+
+def test_the_peak_of_an_evaluation_is_not_the_steps():
+    device = Device(budget_for(100, 4))
+    device.learn(100)
+    device.step(100)
+    device.most += 1
+    assert device.most < device.budget
+    for _ in range(3):
+        assert device.step(100) == LAYERS[-4:]
+
+
+def test_what_is_allocated_is_asked_in_the_first_steps_alone():
+    device = Device(budget_for(100, 4))
+    device.learn(100)
+    assert device.plan.allocated() is not None
+    device.step(100)
+    assert device.plan.allocated() is None
+
+
+def test_memory_that_runs_out_makes_fewer_keep():
+    device = Device(budget_for(100, 4))
+    device.learn(100)
+    device.step(100)
+    device.plan.ran_out()
+    after = [device.step(100) for _ in range(3)]
+    assert after[-1]
+    assert len(after[-1]) < 4
+
+
+def test_a_round_without_backward_leaves_nothing_behind():
+    device = Device(budget_for(100, 4))
+    device.learn(100)
+    for _ in range(10):
+        device.step(100, backward=False)
+    assert len(device.plan._waiting) <= 1
+
+
+def test_kinds_have_bytes_of_their_own():
+    layers = {1: "a", 2: "b", 3: "a", 4: "b"}
+    assert last_that_fit(layers, {"a": 10.0, "b": 3.0}, 16) == [4, 3, 2]
+    assert last_that_fit(layers, {"a": 10.0, "b": 3.0}, 12) == [4]
+    assert last_that_fit(layers, {"b": 3.0}, 100) == [4, 2]
+    assert last_that_fit(layers, {"a": 1.0, "b": 1.0}, -1) == []
