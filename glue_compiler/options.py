@@ -22,6 +22,7 @@ Compiler = Literal["inductor", "aot_eager"]
 Kernels = Literal["all", "torch"]
 Logits = Literal["deferred", "kept"]
 Regions = Literal["whole", "auto"]
+Padding = Literal["keep", "drop"]
 ASSUMPTIONS = ("sorted_document_ids",)
 
 
@@ -57,6 +58,8 @@ class GlueOptions:
             ``"kept"``: such graphs compute loss and logits as they are.
         regions: ``"auto"``: layers that are alike are compiled once for each kind, and Python runs their loop.
             ``"whole"``: a graph holds all that Dynamo can capture, as always with ``fullgraph=True``.
+        padding: ``"drop"``: tokens that a padding mask hides are not computed; results are zeros there, and their labels
+            must be ignored. ``"keep"``: they are.
         capture: let Dynamo capture what it would end a graph at. False: frames are converted as Dynamo does by itself.
         dump: folder for graph dumps and ``summary.json``, or None.
         passes: pass name → on or off; passes not named keep their default.
@@ -85,6 +88,7 @@ class GlueOptions:
     kernels: Kernels = "all"
     logits: Logits = "deferred"
     regions: Regions = "whole"
+    padding: Padding = "keep"
     capture: bool = True
     dump: str | None = None
     passes: Mapping[str, bool] = field(default_factory=dict)
@@ -281,6 +285,7 @@ _CONVERT: dict[str, Callable[[Any, Collection[str]], Any]] = {
     "kernels": _choice("kernels", get_args(Kernels)),
     "logits": _choice("logits", get_args(Logits)),
     "regions": _choice("regions", get_args(Regions)),
+    "padding": _choice("padding", get_args(Padding)),
     "capture": _flag("capture"),
     "dump": _dump,
     "passes": _passes,
