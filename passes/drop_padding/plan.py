@@ -182,7 +182,24 @@ class _Planner:
         self.plan.attentions[node] = attention
         for each in (*site.inside, node):
             self._put_back_for(each)
+        for whole, grouped in ((site.key, site.grouped_key), (site.value, site.grouped_value)):
+            self._put_back_before_repeat(node, whole, grouped)
         return True
+
+    def _put_back_before_repeat(self, node: fx.Node, whole: fx.Node, grouped: fx.Node) -> None:
+        """Heads that are repeated for the query's are put back as they were before."""
+        readers = [each for each, operands in self.plan.borders.items() if whole in operands]
+        if whole is grouped or not readers or not self.operators.is_kept(self.operators.value(grouped), node):
+            return
+        waiting = [whole]
+        while waiting:
+            each = waiting.pop()
+            if grouped in each.all_input_nodes:
+                self._put_back_for(each)
+            else:
+                waiting += [arg for arg in each.all_input_nodes if self.tokens_of(self.operators.value(arg)) is not None]
+        for each in readers:
+            del self.plan.borders[each][whole]
 
     # -- operators
 
