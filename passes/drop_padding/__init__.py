@@ -41,8 +41,6 @@ class DropPadding(GraphPass):
         assume_sorted = context.options.assume.get("sorted_document_ids", False)
         try:
             domain = find_domain(reader, assume_sorted=assume_sorted)
-            if domain is None:
-                return PassResult(False, skips=(Skip("no attention attends under a mask that is proved to be padding"),))
             plan = plan_rows(reader, domain)
         except Refused as refusal:
             skip = Skip.at(refusal.node, refusal.reason) if refusal.node is not None else Skip(refusal.reason)

@@ -80,11 +80,11 @@ class Domain:
         return "seen" if found == seen else "hidden" if found == sympy.Not(seen) else None
 
 
-def find_domain(reader: MaskReader, *, assume_sorted: bool) -> Domain | None:
-    """None: no attention of the graph attends under a padding mask.
-
+def find_domain(reader: MaskReader, *, assume_sorted: bool) -> Domain:
+    """
     Raises:
-        Refused: there are several, or it cannot be computed in front of the graph.
+        Refused: there is no attention under a padding mask, or under several, or the mask cannot be computed in front of
+            the graph.
     """
     numbering = reader.operators.numbering
     found: dict[fx.Node, Attention] = {}
@@ -101,7 +101,8 @@ def find_domain(reader: MaskReader, *, assume_sorted: bool) -> Domain | None:
                 unknown[site.output] = str(reason)
     padded = [each for each in found.values() if each.visibility.keys]
     if not padded:
-        return None
+        node, reason = next(iter(unknown.items()), (None, "no attention attends under a padding mask"))
+        raise Refused(reason, node)
     first = padded[0]
     common = set(first.visibility.keys).intersection(*(each.visibility.keys for each in padded))
     sizes = {_sizes(each.site) for each in padded}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -206,6 +207,9 @@ class _Planner:
     def _read_node(self, node: fx.Node) -> None:
         found = self._read_tokens(node)
         if not found and not self._begins(node):
+            return
+        if node.target is operator.getitem and self.tokens_of(self.operators.value(node)) is not None:
+            self.plan.steps[node] = []  # an item of several results
             return
         effects = self.numbering.effects[node]
         if effects.kind in (Kind.NOTHING, Kind.ASSERT) or (effects.kind is Kind.PURE and not node.users):
