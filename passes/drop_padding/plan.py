@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,9 +15,9 @@ from glue_compiler.fx.flow import Refused
 from glue_compiler.fx.normal import LISTS
 from glue_compiler.fx.operators import UNTRACKED, OWN, Call, Operators, Value, given_leaves
 from glue_compiler.fx.value_numbering import Scope
-from glue_compiler.fx.values import StorageKey, leaves, storages_of, value_of
+from glue_compiler.fx.values import StorageKey, Symbolic, expression, leaves, storages_of, value_of
 from glue_compiler.passes.drop_padding.domain import Attention, Domain
-from glue_compiler.passes.drop_padding.rules import begins, rule_of
+from glue_compiler.passes.drop_padding.rules import begins, mapped, rule_of
 from glue_compiler.passes.drop_padding.steps import Entering, Reading, Same, Step
 from glue_compiler.passes.drop_padding.token_facts import Rows, Span, Tokens, is_token, plain
 from glue_compiler.passes.specialize_attention.mask_reader import MaskReader
@@ -253,8 +253,7 @@ class _Planner:
                 for place, tokens in enumerate(results):
                     if tokens is not None:
                         self.plan.facts[Value(node, number, leaf + place)] = tokens
-                self._require_operands(node, step)
-                yield value, step
+                yield value, self._with_operands(node, step)
 
     def _reading(self, node: fx.Node, number: int, leaf: int, call: Call) -> Reading:
         shapes = tuple(getattr(each, "shape", None) for each in call.recorded.results)
@@ -268,17 +267,36 @@ class _Planner:
     def _shows(self, value: Value, tokens: Tokens) -> Any:
         return self.domain.shows(value, tokens, self.reader)
 
-    def _require_operands(self, node: fx.Node, step: Step | Same) -> None:
+    def _with_operands(self, node: fx.Node, step: Step | Same) -> Step | Same:
+        """With nodes for sizes that are no numbers.
+
+        Raises:
+            Refused: an operand is not at hand where the step is written.
+        """
         at = self.anchor(node)
         if at is not node and self.operators.mode(at) != self.operators.mode(node):
             raise Refused("it runs in another mode than what stands behind the mask")
-        for each in leaves(list(step.arguments.values())) if isinstance(step, Step) else ():
+        if isinstance(step, Same):
+            return step
+
+        def argument(each: Any) -> Any:
             value = each.value if isinstance(each, Entering) else each
             if isinstance(value, Value) and self.tokens_of(value) is None:
                 if self.operators.operand(value, at) is None:
                     raise Refused("an operand is not in memory any more")
             elif getattr(value, "free_symbols", None):
-                raise Refused("a size is not known when the graph is compiled")
+                return self._symbol(value, at)
+            return each
+
+        return replace(step, arguments={name: mapped(each, argument) for name, each in step.arguments.items()})
+
+    def _symbol(self, symbol: Any, at: fx.Node) -> Value:
+        for node in at.graph.nodes:
+            if node is at:
+                break
+            if isinstance(value_of(node), Symbolic) and expression(value_of(node)) == symbol:
+                return Value(node)
+        raise Refused("a size is not known when the graph is compiled")
 
     def anchor(self, node: fx.Node) -> fx.Node:
         """Before which node ``node`` is written: the tokens must be known there."""

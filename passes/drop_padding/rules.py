@@ -59,7 +59,7 @@ def _elementwise(made: Reading) -> Step:
             return value
         return made.entering(value, dims[rank - len(made.shape_of(value)) :])
 
-    changes = {name: _mapped(value, argument) for name, value in given.items()}
+    changes = {name: mapped(value, argument) for name, value in given.items()}
     entering = [each for each in leaves(list(changes.values())) if isinstance(each, Entering)]
     result = Tokens(_result_dims(dims, made.shape), _is_zero(made, found, entering))
     return made.as_called([result] * len(made.result_shapes), **changes)
@@ -86,8 +86,8 @@ def _is_number_zero(value: Any) -> bool:
     return isinstance(value, int | float) and value == 0
 
 
-def _mapped(value: Any, convert: Callable[[Any], Any]) -> Any:
-    return tuple(_mapped(each, convert) for each in value) if isinstance(value, tuple) else convert(value)
+def mapped(value: Any, convert: Callable[[Any], Any]) -> Any:
+    return tuple(mapped(each, convert) for each in value) if isinstance(value, tuple | list) else convert(value)
 
 
 def _same_numbers(made: Reading) -> Step:

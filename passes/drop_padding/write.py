@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 import glue_compiler.ops  # noqa: F401  registers torch.ops.glue
+from glue_compiler.errors import GlueInvariantError
 from glue_compiler.fx.dead_nodes import erase_dead
 from glue_compiler.fx.node_maker import NodeMaker
 from glue_compiler.fx.operators import Operators, Value
@@ -50,7 +51,10 @@ class _Writer:
         self.entered: dict[Any, fx.Node] = {}
         self.back: dict[Any, fx.Node] = {}
         self.scopes = {scope.module.graph: scope for scope in self.numbering.scopes}
-        self.rewritten: list[fx.Node] = []
+        self.rewritten: dict[fx.Node, None] = {}
+        returned = [value for each in plan.results.values() for value, _, _ in each]
+        self.changed = [self.operators.node_of(value) for value in returned]
+        self.old = {node for scope in self.numbering.scopes for node in scope.module.graph.nodes}
 
     def begin(self) -> None:
         """What is known of the batch, once, in front of all that reads it."""
@@ -77,13 +81,13 @@ class _Writer:
             if node in bodies:
                 self.write(bodies[node])
                 self._return(scope, node, bodies[node])
-            elif node in self.plan.steps:
+                continue
+            if node in self.plan.borders:
+                self._put_back_for(scope, node)
+            if node in self.plan.steps:
                 self._write_node(scope, node)
-            else:
-                if node in self.plan.borders:
-                    self._put_back_for(scope, node)
-                if node in self.plan.attentions:
-                    self._take_attention(scope, node)
+            if node in self.plan.attentions:
+                self._take_attention(scope, node)
 
     def _write_node(self, scope: Scope, node: fx.Node) -> None:
         start = self.domain.start
@@ -102,7 +106,7 @@ class _Writer:
                         self._replace(result, item)
                     else:
                         self.taken[result] = scope, item
-        self.rewritten.append(node)
+        self.rewritten[node] = None
         self.counts["operators"] += 1
 
     def _replace(self, value: Value, item: fx.Node) -> None:
@@ -288,14 +292,21 @@ class _Writer:
     # -- what is left
 
     def erase(self) -> int:
-        before = [node for node in self.rewritten if not node._erased]
-        for node in reversed(before):
-            if not node.users:
-                operands = node.all_input_nodes
+        """Erase what was written anew, and what was written for nothing.
+
+        Raises:
+            GlueInvariantError: something still reads the result of a body as it was.
+        """
+        for node in (each for scope in self.numbering.scopes for each in reversed(scope.module.graph.nodes)):
+            if not node.users and node.op.startswith("call_") and (node in self.rewritten or node not in self.old):
                 node.graph.erase_node(node)
-                before += operands
         inputs = [each for scope in self.numbering.scopes if scope.call for each in scope.call.placeholders]
-        return len(self.rewritten) + erase_dead(self.numbering, [*before, *inputs])
+        left = [each for each in self.rewritten if not each._erased]
+        erased = len(self.rewritten) - len(left) + erase_dead(self.numbering, [*inputs, *left])
+        for old in self.changed:
+            if old is not None and not old._erased and old.users:
+                raise GlueInvariantError(f"'{next(iter(old.users))}' reads '{old.name}', which holds other rows now")
+        return erased
 
 
 def _places(parts: tuple[Any, ...]) -> tuple[int | None, int, list[int]]:
