@@ -107,7 +107,8 @@ class Reading:
         for size, dim in zip(self.shape_of(value), dims, strict=True):
             if not any(map(is_token, dim)) or size == 1:
                 found.append(plain(size))
-            elif is_equal(size, size_of(dim)):
+            elif is_equal(size, size_of(dim)) or not (isinstance(size, int) or isinstance(size_of(dim), int)):
+                # Two inputs of one size may have a symbol each, and the operator asks for equal sizes.
                 found.append(dim)
             else:
                 raise Refused(f"an operand has {size} numbers where {size_of(dim)} tokens are")
