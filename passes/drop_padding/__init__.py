@@ -13,6 +13,7 @@ from glue_compiler.options import GlueOptions
 from glue_compiler.passes.drop_padding.domain import find_domain
 from glue_compiler.passes.drop_padding.plan import plan_rows
 from glue_compiler.passes.drop_padding.write import apply_plan
+from glue_compiler.passes.specialize_attention.analysis import Settings
 from glue_compiler.passes.specialize_attention.mask_reader import MaskReader
 from glue_compiler.pipeline.graph_pass import GraphPass, PassContext, PassResult
 from glue_compiler.pipeline.results import Numerics, Skip
@@ -30,7 +31,7 @@ class DropPadding(GraphPass):
     numerics: ClassVar[Numerics] = Numerics.CLOSE
 
     def cache_options(self, options: GlueOptions) -> object:
-        return (options.padding, options.regions, tuple(sorted(options.assume.items())))
+        return (options.padding, options.regions, options.compiler, options.kernels, tuple(sorted(options.assume.items())))
 
     def run(self, graph: fx.GraphModule, context: PassContext) -> PassResult:
         if context.options.padding != "drop":
@@ -38,9 +39,10 @@ class DropPadding(GraphPass):
         if context.options.regions == "auto":
             return PassResult(False, skips=(Skip("with options={'regions': 'auto'} each layer is a graph of its own"),))
         reader = MaskReader(Operators(number_values(graph, context.effects), context.effects))
-        assume_sorted = context.options.assume.get("sorted_document_ids", False)
+        options = context.options
+        assume_sorted = options.assume.get("sorted_document_ids", False)
         try:
-            domain = find_domain(reader, assume_sorted=assume_sorted)
+            domain = find_domain(reader, Settings(options.compiler, options.kernels, assume_sorted))
             plan = plan_rows(reader, domain)
         except Refused as refusal:
             skip = Skip.at(refusal.node, refusal.reason) if refusal.node is not None else Skip(refusal.reason)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -16,7 +17,9 @@ from glue_compiler.fx.index_numbers import as_boolean
 from glue_compiler.fx.index_views import NotAView
 from glue_compiler.fx.operators import Value
 from glue_compiler.fx.values import expression, value_of
+from glue_compiler.ops.attention_choice import AttentionCall, Kernel, choose
 from glue_compiler.passes.drop_padding.token_facts import Rows, Span, Tokens
+from glue_compiler.passes.specialize_attention.analysis import Settings
 from glue_compiler.passes.specialize_attention.attention_calls import attention_sites
 from glue_compiler.passes.specialize_attention.attention_parts import AttentionSite
 from glue_compiler.passes.specialize_attention.candidates import products_with_softmax
@@ -28,8 +31,11 @@ from glue_compiler.passes.specialize_attention.metadata_places import MetadataPl
 
 @dataclass(frozen=True)
 class Attention:
+    """``kernel`` computes it for the tokens that count, as a document for each row; None: the tokens are put back."""
+
     site: AttentionSite
     visibility: Visibility
+    kernel: Kernel | None = None
 
 
 @dataclass
@@ -80,7 +86,7 @@ class Domain:
         return "seen" if found == seen else "hidden" if found == sympy.Not(seen) else None
 
 
-def find_domain(reader: MaskReader, *, assume_sorted: bool) -> Domain:
+def find_domain(reader: MaskReader, settings: Settings) -> Domain:
     """
     Raises:
         Refused: there is no attention under a padding mask, or under several, or the mask cannot be computed in front of
@@ -96,7 +102,8 @@ def find_domain(reader: MaskReader, *, assume_sorted: bool) -> Domain:
                 unknown[site[0]] = site[1]
                 continue
             try:
-                found[site.output] = Attention(site, _visibility(site, reader, assume_sorted))
+                visibility = _visibility(site, reader, settings.assume_sorted)
+                found[site.output] = Attention(site, visibility, _kernel(site, visibility, settings))
             except UnknownMask as reason:
                 unknown[site.output] = str(reason)
     padded = [each for each in found.values() if each.visibility.keys]
@@ -129,6 +136,23 @@ def _visibility(site: AttentionSite, reader: MaskReader, assume_sorted: bool) ->
         raise UnknownMask("there are not provably as many keys as queries (a cache of earlier keys?)")
     batch, length = _sizes(site)
     return classify_mask(site.mask, batch, length, reader, assume_sorted=assume_sorted)
+
+
+def _kernel(site: AttentionSite, visibility: Visibility, settings: Settings) -> Kernel | None:
+    is_more = site.softcap or site.bias is not None or site.factors is not None or site.sinks is not None
+    if is_more or site.is_key_transposed or not site.is_square:
+        return None
+    if len(visibility.keys) != 1 or visibility.documents or visibility.window >= 0:
+        return None  # a window counts hidden tokens too
+    query, key, value = (value_of(node) for node in (site.query, site.grouped_key, site.grouped_value))
+    sizes = (query.shape[3], value.shape[3])
+    if not all(isinstance(size, int) for size in (*sizes, query.shape[1], key.shape[1])):
+        return None
+    call = dataclasses.replace(
+        AttentionCall.of(query, key, value, site.dropout), dtype=value_of(site.output).dtype, length=None, rows=None
+    )
+    kernel = choose(call, settings.compiler)
+    return kernel if kernel == "varlen" else None
 
 
 def _sizes(site: AttentionSite) -> tuple[Any, Any]:

@@ -34,7 +34,8 @@ class Plan:
     Attributes:
         facts: where tokens are in values, those of bodies too.
         steps: of each node that is written, what takes the place of its values, in order.
-        attentions: their results are taken where they stand.
+        attentions: of tokens. packed: those that are computed of the tokens that count; of the others the results are
+            taken where they stand.
         borders: nodes that find tokens put back in what they take: in which operands, and of which values.
         results: of calls of bodies, those with tokens: (value, what the body returns, its place).
     """
@@ -43,6 +44,7 @@ class Plan:
     facts: dict[Value, Tokens] = field(default_factory=dict)
     steps: dict[fx.Node, list[tuple[Value, Step | Same]]] = field(default_factory=dict)
     attentions: dict[fx.Node, Attention] = field(default_factory=dict)
+    packed: dict[fx.Node, tuple[Value, ...]] = field(default_factory=dict)
     borders: dict[fx.Node, dict[fx.Node, Value]] = field(default_factory=dict)
     results: dict[fx.Node, list[tuple[Value, Value, int]]] = field(default_factory=dict)
 
@@ -181,11 +183,26 @@ class _Planner:
         first = ((*rows, *plain(heads)),) if len(shape) == 3 else (rows, plain(heads))
         self.plan.facts[self.operators.value(node)] = Tokens((*first, (span,), plain(shape[-1])))
         self.plan.attentions[node] = attention
+        if attention.kernel is not None:
+            given = [self._operand(each, node) for each in (site.query, site.grouped_key, site.grouped_value)]
+            if all(each is not None for each in given):
+                self.plan.packed[node] = tuple(each for each in given if each is not None)
+                return True
         for each in (*site.inside, node):
             self._put_back_for(each)
         for whole, grouped in ((site.key, site.grouped_key), (site.value, site.grouped_value)):
             self._put_back_before_repeat(node, whole, grouped)
         return True
+
+    def _operand(self, operand: fx.Node, node: fx.Node) -> Value | None:
+        """The value with tokens ``[B, H, T, D]`` that an attention finds in an operand."""
+        value = resolved(self.operators.read(operand, node), self.plan.facts, self.operators)
+        if value is None:
+            return None
+        rows, (span,) = self.domain.whole.dims
+        dims = self.plan.facts[value].dims
+        places = (dims[0], dims[2]) if len(dims) == 4 else ()
+        return value if places == (rows, (span,)) else None
 
     def _put_back_before_repeat(self, node: fx.Node, whole: fx.Node, grouped: fx.Node) -> None:
         """Heads that are repeated for the query's are put back as they were before."""

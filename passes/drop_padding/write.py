@@ -179,9 +179,29 @@ class _Writer:
 
     def _take_attention(self, scope: Scope, node: fx.Node) -> None:
         value = self.operators.value(node)
+        if node in self.plan.packed:
+            with self.make.before(node, self.operators.mode(node), node):
+                self.taken[value] = scope, self._packed(scope, node)
+            self.rewritten |= dict.fromkeys((*reversed(self.plan.attentions[node].site.inside), node))
+            self.counts["packed"] += 1
+            return
         with self.make.before(node.next, self.operators.mode(node), node):
             self.taken[value] = scope, self._take(node, self.plan.facts[value], scope)
         self.counts["attentions"] += 1
+
+    def _packed(self, scope: Scope, node: fx.Node) -> fx.Node:
+        """Attention with a document for each row of the batch."""
+        make, attention = self.make, self.plan.attentions[node]
+        operands = [self._found(each, scope) for each in self.plan.packed[node]]
+        expected = value_of(node)
+        operands = [
+            each if value_of(each).dtype == expected.dtype else make.call(aten.to.dtype, each, expected.dtype)
+            for each in operands
+        ]
+        starts, length = self._brought(self.starts, scope), self._brought(self.length, scope)
+        settings = (attention.visibility.is_causal, -1, attention.site.scale)
+        result = make.call(_glue.packed_attention.default, *operands, starts, length, *settings)
+        return result if expected.dim() == 4 else make.call(aten.flatten.using_ints, result, 0, 1)
 
     # -- between tokens and rows of them
 
