@@ -42,12 +42,13 @@ def token_rows(seen: Tensor) -> list[Tensor]:
 
 @token_rows.register_fake
 def _(seen: Tensor) -> list[Tensor]:
-    rows = seen.new_empty(torch.library.get_ctx().new_dynamic_size(min=1), dtype=torch.int64)
     batch, length = seen.shape
+    most = batch * length if isinstance(batch, int) and isinstance(length, int) else None
+    rows = seen.new_empty(torch.library.get_ctx().new_dynamic_size(min=1, max=most), dtype=torch.int64)
     return [rows, rows.new_empty(batch * length), rows.new_empty(batch + 1, dtype=torch.int32)]
 
 
-@composite("(Tensor tokens, Tensor rows, Tensor numbers, Tensor seen) -> Tensor")
+@composite("(Tensor self, Tensor rows, Tensor numbers, Tensor seen) -> Tensor")
 def take_rows(tokens: Tensor, rows: Tensor, numbers: Tensor, seen: Tensor) -> Tensor:
     """The rows of tokens ``[B * T, ...]`` that count, ``[rows, ...]``; ``rows`` and ``numbers`` are of ``token_rows``.
 
@@ -56,7 +57,7 @@ def take_rows(tokens: Tensor, rows: Tensor, numbers: Tensor, seen: Tensor) -> Te
     return _Take.apply(tokens, rows, numbers, seen)
 
 
-@composite("(Tensor taken, Tensor rows, Tensor numbers, Tensor seen) -> Tensor")
+@composite("(Tensor self, Tensor rows, Tensor numbers, Tensor seen) -> Tensor")
 def put_rows(taken: Tensor, rows: Tensor, numbers: Tensor, seen: Tensor) -> Tensor:
     """Tokens ``[B * T, ...]`` of which those that count are the rows ``taken``, and the others zeros."""
     return _Put.apply(taken, rows, numbers, seen)
