@@ -18,7 +18,7 @@ from glue_compiler.fx.index_views import NotAView
 from glue_compiler.fx.operators import Value
 from glue_compiler.fx.values import expression, value_of
 from glue_compiler.ops.attention_choice import AttentionCall, Kernel, choose
-from glue_compiler.passes.drop_padding.token_facts import Rows, Span, Tokens
+from glue_compiler.passes.drop_padding.token_facts import Rows, Span, Tokens, is_token
 from glue_compiler.passes.specialize_attention.analysis import Settings
 from glue_compiler.passes.specialize_attention.attention_calls import attention_sites
 from glue_compiler.passes.specialize_attention.attention_parts import AttentionSite
@@ -68,7 +68,7 @@ class Domain:
     def shows(self, value: Value, tokens: Tokens, reader: MaskReader) -> Literal["seen", "hidden"] | None:
         """Is ``value`` nonzero exactly where a token is seen, or where one is hidden?"""
         index = []
-        for dim in tokens.dims:
+        for place, dim in enumerate(tokens.dims):
             match dim:
                 case ():
                     index.append(sympy.Integer(0))
@@ -76,8 +76,10 @@ class Domain:
                     index.append(BATCH)
                 case (Span(0, size),) if size == self.length:
                     index.append(KEY)
-                case _:
+                case _ if any(map(is_token, dim)):
                     return None
+                case _:
+                    index.append(sympy.Symbol(f"place{place}", integer=True, nonnegative=True))
         try:
             found = as_boolean(reader.read(value, tuple(index)))
         except (Unreadable, NotAView):
