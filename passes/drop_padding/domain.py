@@ -11,7 +11,7 @@ import sympy
 import torch
 from torch import fx
 
-from glue_compiler.fx.flow import Refused
+from glue_compiler.fx.flow import CONVERSIONS, Refused
 from glue_compiler.fx.index_expressions import Unreadable
 from glue_compiler.fx.index_numbers import as_boolean
 from glue_compiler.fx.index_views import NotAView
@@ -81,11 +81,21 @@ class Domain:
                 case _:
                     index.append(sympy.Symbol(f"place{place}", integer=True, nonnegative=True))
         try:
-            found = as_boolean(reader.read(value, tuple(index)))
+            found = as_boolean(reader.read(_before_floating(value, reader), tuple(index)))
         except (Unreadable, NotAView):
             return None
         seen = sympy.And(*self.keys)
         return "seen" if found == seen else "hidden" if found == sympy.Not(seen) else None
+
+
+def _before_floating(value: Value, reader: MaskReader) -> Value:
+    """The integers or booleans that were converted to floating numbers, which are zero where those are."""
+    call = reader.operators.does(value)
+    if call is None or call.operator not in CONVERSIONS or not reader.dtype(value).is_floating_point:
+        return value
+    before = call.arguments["self"]
+    is_whole = reader.operators.is_tensor(before) and not reader.dtype(before).is_floating_point
+    return before if is_whole and not reader.dtype(before).is_complex else value
 
 
 def find_domain(reader: MaskReader, settings: Settings) -> Domain:

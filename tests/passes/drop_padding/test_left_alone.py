@@ -64,7 +64,7 @@ def written(model, x, mask):
         (shifted, "aten.cat"),
         (mixed_rows, "aten.einsum"),
         (flipped, "aten.flip"),
-        (normalized, "aten.batch_norm"),
+        (normalized, "batch_norm"),
         (convolved, "aten.conv1d"),
         (written, ""),
     ],
