@@ -74,6 +74,11 @@ class _Planner:
         found = resolved(value, self.plan.facts, self.operators)
         return None if found is None else self.plan.facts[found]
 
+    def _resolved(self, value: Value) -> Value:
+        found = resolved(value, self.plan.facts, self.operators)
+        assert found is not None
+        return found
+
     def check(self) -> None:
         kept = self.numbering.inputs | self.numbering.returned | self.unfollowed
         for storage, node in self.written.items():
@@ -258,7 +263,9 @@ class _Planner:
                 value = Value(node, number, leaf)
                 made = self._reading(node, number, leaf, call)
                 if all(self.tokens_of(each) is None for each in used) and not begins(made):
+                    self._require_own_writes(call)
                     continue
+                self._require_own_writes(call)
                 rule = rule_of(made)
                 if rule is None:
                     raise Refused(f"{call.overload} is not known to compute token by token")
@@ -271,6 +278,12 @@ class _Planner:
                     if tokens is not None:
                         self.plan.facts[Value(node, number, leaf + place)] = tokens
                 yield value, self._with_operands(node, step)
+
+    def _require_own_writes(self, call: Call) -> None:
+        """What is written for rows of tokens writes to memory of tokens alone."""
+        _, given = self.operators.as_called(call)
+        if any(self.tokens_of(given[name]) is None for name in call.written):
+            raise Refused(f"{call.overload} writes to memory that holds no tokens")
 
     def _reading(self, node: fx.Node, number: int, leaf: int, call: Call) -> Reading:
         shapes = tuple(getattr(each, "shape", None) for each in call.recorded.results)
@@ -327,7 +340,11 @@ class _Planner:
         found = {}
         for arg, leaf in given_leaves(node):
             value = self.operators.read(arg, node, leaf)
+            if value.step == UNTRACKED:
+                self.unfollowed |= storages_of(value_of(arg))
             known = resolved(value, self.plan.facts, self.operators)
+            if known is not None and known.node.op == "placeholder":
+                continue  # an input is whole
             if known is not None and isinstance(value_of(arg), torch.Tensor):
                 found[arg] = known
             elif known is not None:
@@ -337,7 +354,8 @@ class _Planner:
 
     def _may_read(self, node: fx.Node, found: list[Value]) -> bool:
         """Does ``node`` find in tokens that were put back what shows in eager? Zeros where that is what eager has too."""
-        if all(tokens is not None and tokens.is_zero for tokens in map(self.tokens_of, found)):
+        found = [each for each in map(self._resolved, found) if each.node.op != "placeholder"]
+        if all(self.plan.facts[each].is_zero for each in found):
             return True
         calls = self.operators.calls(node) or ()
         for call in calls:

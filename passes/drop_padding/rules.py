@@ -318,6 +318,8 @@ def _last(tokens: Tokens, side: int) -> list[Dim]:
 def _embedding(made: Reading) -> Step:
     """Of ids ``[B, T]`` tokens are in its result from here on."""
     made.require_plain("weight")
+    if made["scale_grad_by_freq"]:
+        raise Refused("its gradients are scaled by how often ids are there, those of padding among them")
     tokens, changes = made.tokens_of(made["indices"]), {}
     if tokens is None:
         tokens = made.whole

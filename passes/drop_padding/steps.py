@@ -112,10 +112,15 @@ class Reading:
                 found.append(dim)
             else:
                 raise Refused(f"an operand has {size} numbers where {size_of(dim)} tokens are")
-        tokens = Tokens(tuple(found))
-        if not any(map(is_token, tokens.parts)):
+        parts = [part for dim in found for part in dim if is_token(part)]
+        if not parts:
             return value
-        return Entering(value, tokens, ignored)
+        if not any(isinstance(part, Span) for part in parts):  # one number for all tokens of a row
+            place = next((i for i, dim in enumerate(dims) if len(dim) == 1 and isinstance(dim[0], Span)), None)
+            if place is None:
+                raise Refused("an operand has a number for each row of the batch")
+            found[place] = dims[place]
+        return Entering(value, Tokens(tuple(found)), ignored)
 
     def as_called(self, results: Sequence[Tokens | None], /, **changes: Any) -> Step:
         """The operator itself, out of place, with other arguments."""

@@ -218,7 +218,7 @@ class _Writer:
         if rows is None:
             node = make.call(aten.unsqueeze.default, node, 0)
         batch, length = self._brought(self.batch, scope), self._brought(self.length, scope)
-        node = self._widened(node, parts[span], length, len(others), 0 if ignored is None else ignored)
+        node = self._widened(node, parts[span], length, len(others), ignored)
         node = make.call(aten.expand.default, node, [batch, length, *[-1] * len(others)])
         if ignored is not None:
             indices, _, seen = self._context(scope)
@@ -291,13 +291,19 @@ class _Writer:
     def _permuted(self, node: fx.Node, order: list[int]) -> fx.Node:
         return node if order == sorted(order) else self.make.call(aten.permute.default, node, order)
 
-    def _widened(self, node: fx.Node, span: Span, length: Any, others: int, fill: int) -> fx.Node:
-        """``[B, span, ...]`` to all tokens."""
-        if (span.start, span.size) == (0, self.domain.length):
+    def _widened(self, node: fx.Node, span: Span, length: Any, others: int, ignored: int | None) -> fx.Node:
+        """``[B, span, ...]`` to all tokens: the others have numbers of one in the span, and labels that are ignored."""
+        if (span.start, span.size) == (0, self.domain.length) or value_of(node).shape[1] == 1:
             return node
-        end: Any = self.domain.length - span.start - span.size
-        end = int(end)
-        return self.make.call(aten.pad.default, node, [0, 0] * others + [span.start, end], "constant", fill)
+        make = self.make
+        if ignored is None:
+            places = make.proxy(make.call(torch.arange, length, device=value_of(node).device)) - span.start
+            last = (make.proxy(node).size(1) - 1).node if not isinstance(span.size, int) else span.size - 1
+            return make.call(aten.index_select.default, node, 1, places.clamp(0, last).node)
+        behind = self.domain.length - span.start - span.size
+        if not isinstance(behind, int) and not behind.is_Integer:
+            raise GlueInvariantError("how many tokens are behind a slice of them is not known")
+        return make.call(aten.constant_pad_nd.default, node, [0, 0] * others + [span.start, int(behind)], ignored)
 
     def _laid_out_as(self, expected: torch.Tensor, node: fx.Node) -> fx.Node:
         found = value_of(node)

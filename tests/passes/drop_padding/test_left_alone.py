@@ -147,3 +147,34 @@ def test_a_window_over_rows_with_holes_counts_hidden_tokens():
     assert result.counts["attentions"] == 1
     assert "packed" not in result.counts
     assert_same_step(model, model, compiled(model), batch("holes"))
+
+
+def test_memory_that_tokens_alone_lie_in_may_be_written():
+    def mix(model, x, mask):
+        y = x * 2
+        y += x
+        y.mul_(3)
+        return y
+
+    model = Layer(mix)
+    assert_rewritten(run(model, *batch("right")))
+    assert_same_step(model, model, compiled(model), batch("left"))
+
+
+def test_numbers_of_rows_and_of_tokens_enter():
+    def mix(model, x, mask):
+        rows, length, _ = x.shape
+        scale = torch.linspace(1, 2, rows, dtype=x.dtype)
+        places = torch.linspace(1, 2, length, dtype=x.dtype)
+        return x * scale[:, None, None] + places[:, None] * torch.outer(scale, places)[..., None]
+
+    model = Layer(mix)
+    assert_rewritten(run(model, *batch("right")))
+    assert_same_step(model, model, compiled(model), batch("holes"))
+
+
+@pytest.mark.parametrize("settings", [{"scale_grad_by_freq": True}, {"max_norm": 1.0}])
+def test_an_embedding_that_counts_or_writes(settings):
+    model = Layer()
+    model.words = nn.Embedding(61, 16, dtype=torch.float64, **settings)
+    assert_untouched(run(model, *batch("right")))
