@@ -80,8 +80,9 @@ class Domain:
                     return None
                 case _:
                     index.append(sympy.Symbol(f"place{place}", integer=True, nonnegative=True))
+        value = _before_floating(value, reader)
         try:
-            found = as_boolean(reader.read(_before_floating(value, reader), tuple(index)))
+            found = as_boolean(reader.read(value, tuple(index[len(index) - len(reader.shape(value)) :])))
         except (Unreadable, NotAView):
             return None
         seen = sympy.And(*self.keys)

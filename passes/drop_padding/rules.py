@@ -57,7 +57,7 @@ def _elementwise(made: Reading) -> Step:
     def argument(value: Any) -> Any:
         if not isinstance(value, Value) or made.tokens_of(value) is not None:
             return value
-        return made.entering(value, dims[rank - len(made.shape_of(value)) :])
+        return made.entering(value, dims)
 
     changes = {name: mapped(value, argument) for name, value in given.items()}
     entering = [each for each in leaves(list(changes.values())) if isinstance(each, Entering)]
@@ -251,10 +251,9 @@ def _gather(made: Reading) -> Step:
     _plain_dims(made, tokens)
     index, of_index = made["index"], made.tokens_of(made["index"])
     if of_index is None:
-        index = made.entering(index, [dim if any(map(is_token, dim)) else () for dim in tokens.dims])
-        if not isinstance(index, Entering) or index.tokens.shape[: len(tokens.dims)] != made.shape:
-            raise Refused("its index is not one of each token")
-        if {p for p in index.tokens.parts if is_token(p)} != {p for p in tokens.parts if is_token(p)}:
+        index = made.entering(index, tokens.dims)
+        own = [size for i, size in enumerate(made.shape_of(made["index"])) if tokens.holds(i)]
+        if own != [size for i, size in enumerate(tokens.shape) if tokens.holds(i)]:
             raise Refused("its index is not one of each token")
     elif broadcast([tokens, of_index], len(tokens.dims)) is None:
         raise Refused("its operands have tokens in different dimensions")
@@ -280,8 +279,7 @@ def _addmm(made: Reading) -> Step:
     dims = (tokens.dims[0], plain(made.shape[-1]))
     added = made["self"]
     if made.tokens_of(added) is None and isinstance(added, Value):
-        rank = len(made.shape_of(added))
-        added = made.entering(added, dims[2 - rank :])
+        added = made.entering(added, dims)
     return made.as_called([Tokens(dims)], self=added)
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from glue_compiler.fx.flow import Refused
 from glue_compiler.fx.operators import Call, Operators, Value
-from glue_compiler.passes.drop_padding.token_facts import Dim, Span, Tokens, is_equal, is_token, plain, size_of, size_of_part
+from glue_compiler.passes.drop_padding.token_facts import Dim, Tokens, counted_part, is_token, plain, size_of
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class Entering:
     """``value``, which is no token's own but has numbers for tokens, taken for those that count.
 
     Attributes:
-        tokens: where; of a value that is broadcast over the rows of the batch without these.
+        tokens: where, or where it has one number for all of them.
         ignored: of the targets of a loss, the label that is not counted: what hidden tokens must have. None: of others.
     """
 
@@ -99,28 +99,24 @@ class Reading:
             if self.tokens_of(self.get(name)) is not None:
                 raise Refused(f"tokens are in '{name}'")
 
-    def entering(self, value: Value, dims: Sequence[Dim], ignored: int | None = None) -> Any:
-        """``value`` beside what has tokens in ``dims``, which are those of as many dimensions as it has."""
+    def entering(self, value: Any, dims: Sequence[Dim], ignored: int | None = None) -> Any:
+        """``value``, which is broadcast to a result with tokens in ``dims``."""
         if not self.operators.is_tensor(value):
             return value
-        found: list[Dim] = []
-        for size, dim in zip(self.shape_of(value), dims, strict=True):
-            if not any(map(is_token, dim)) or size == 1:
-                found.append(plain(size))
-            elif is_equal(size, size_of(dim)) or not (isinstance(size, int) or isinstance(size_of(dim), int)):
-                # Two inputs of one size may have a symbol each, and the operator asks for equal sizes.
-                found.append(dim)
-            else:
+        shape = self.shape_of(value)
+        shape = (*[1] * (len(dims) - len(shape)), *shape)
+        found: list[Dim] = [dim if any(map(is_token, dim)) else plain(n) for n, dim in zip(shape, dims, strict=True)]
+        has_tokens = False
+        for size, dim in zip(shape, dims, strict=True):
+            if size == 1 or not any(map(is_token, dim)):
+                continue
+            # Two inputs of one size may have a symbol each, and the operator asks for equal sizes.
+            if isinstance(size, int) != isinstance(size_of(dim), int) or (
+                isinstance(size, int) and size != size_of(dim)
+            ):
                 raise Refused(f"an operand has {size} numbers where {size_of(dim)} tokens are")
-        parts = [part for dim in found for part in dim if is_token(part)]
-        if not parts:
-            return value
-        if not any(isinstance(part, Span) for part in parts):  # one number for all tokens of a row
-            place = next((i for i, dim in enumerate(dims) if len(dim) == 1 and isinstance(dim[0], Span)), None)
-            if place is None:
-                raise Refused("an operand has a number for each row of the batch")
-            found[place] = dims[place]
-        return Entering(value, Tokens(tuple(found)), ignored)
+            has_tokens = True
+        return Entering(value, Tokens(tuple(found)), ignored) if has_tokens else value
 
     def as_called(self, results: Sequence[Tokens | None], /, **changes: Any) -> Step:
         """The operator itself, out of place, with other arguments."""
@@ -133,14 +129,13 @@ class Reading:
 
 def taken_sizes(tokens: Tokens) -> list[Any]:
     """The sizes of what is taken, for a view."""
+    counted = counted_part(tokens)
     sizes: list[Any] = []
     for dim in tokens.dims:
-        others = [size_of_part(part) for part in dim if not is_token(part)]
         number: Any = 1
-        for each in others:
-            number = number * each
-        has_span = any(isinstance(part, Span) for part in dim)
+        for part in dim:
+            number = number if is_token(part) else number * part
         if not isinstance(number, int):
             raise Refused("a size beside those of the tokens is not known when the graph is compiled")
-        sizes.append(-1 if has_span and number != 1 else Count() if has_span else number)
+        sizes.append(number if counted not in dim else -1 if number != 1 else Count())
     return sizes

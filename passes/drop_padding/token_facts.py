@@ -34,7 +34,8 @@ Dim = tuple[Part, ...]
 class Tokens:
     """A value that holds for each token what was computed from values of this token, and from what is no token's.
 
-    *Taken* it is the same with ``Rows`` of size 1 and ``Span`` of as many tokens as count, whatever the span.
+    *Taken* it has as many ``Rows`` as tokens count, whatever the span, and a ``Span`` of size 1; without ``Rows`` so long
+    a span. (Compilers know strides of no number but the first best, so that it comes first.)
 
     Attributes:
         dims: of the value, in order.
@@ -62,6 +63,11 @@ class Tokens:
 
     def with_dims(self, dims: Iterable[Dim]) -> Tokens:
         return replace(self, dims=tuple(dims))
+
+
+def counted_part(tokens: Tokens) -> Part:
+    """Which part becomes the tokens that count."""
+    return next((part for part in tokens.parts if isinstance(part, Rows)), tokens.span)
 
 
 def is_token(part: Part) -> bool:

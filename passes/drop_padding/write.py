@@ -18,7 +18,7 @@ from glue_compiler.fx.value_numbering import Scope
 from glue_compiler.fx.values import expression, value_of
 from glue_compiler.passes.drop_padding.plan import Plan, resolved
 from glue_compiler.passes.drop_padding.steps import Count, Entering, Same, Step, taken_sizes
-from glue_compiler.passes.drop_padding.token_facts import Rows, Span, Tokens, is_token, size_of_part
+from glue_compiler.passes.drop_padding.token_facts import Rows, Span, Tokens, counted_part, is_token
 from glue_compiler.passes.specialize_attention.mask_reader import MaskReader
 from glue_compiler.passes.specialize_attention.memory_layouts import has_layout, layout_of
 from glue_compiler.passes.specialize_attention.metadata_vectors import MetadataVectors
@@ -198,9 +198,13 @@ class _Writer:
             each if value_of(each).dtype == expected.dtype else make.call(aten.to.dtype, each, expected.dtype)
             for each in operands
         ]
+        is_swapped = self.domain.batch != 1  # [tokens, H, 1, D]
+        if is_swapped:
+            operands = [make.call(aten.transpose.int, each, 0, 2) for each in operands]
         starts, length = self._brought(self.starts, scope), self._brought(self.length, scope)
         settings = (attention.visibility.is_causal, -1, attention.site.scale)
         result = make.call(_glue.packed_attention.default, *operands, starts, length, *settings)
+        result = make.call(aten.transpose.int, result, 0, 2) if is_swapped else result
         return result if expected.dim() == 4 else make.call(aten.flatten.using_ints, result, 0, 1)
 
     # -- between tokens and rows of them
@@ -212,7 +216,17 @@ class _Writer:
         """``[B, T, ...]`` in whatever order → the same with one row of the tokens that count."""
         make, parts = self.make, tokens.parts
         rows, span, others = _places(parts)
-        node = self._split(node, tokens, scope, lambda part: self._size(part, scope))
+        missing = len(tokens.dims) - value_of(node).dim()
+        for _ in range(missing):
+            node = make.call(aten.unsqueeze.default, node, 0)
+        if not _is_split(tokens):
+            sizes: list[Any] = []
+            for place, dim in enumerate(tokens.dims):
+                if len(dim) == 1:
+                    sizes.append(make.size(node, place))
+                else:
+                    sizes += [self._size(part, scope) if is_token(part) else part for part in dim]
+            node = make.call(aten.reshape.default, node, sizes)
         order = [*([rows] if rows is not None else []), span, *others]
         node = self._permuted(node, order)
         if rows is None:
@@ -226,16 +240,12 @@ class _Writer:
         else:
             node = make.call(aten.flatten.using_ints, node, 0, 1)
             node = make.call(_glue.take_rows.default, node, *self._context(scope))
-        return self._placed(node, tokens, rows, order, scope)
-
-    def _placed(self, node: fx.Node, tokens: Tokens, rows: int | None, order: list[int], scope: Scope) -> fx.Node:
-        """``[N, ...]`` in the order of the parts of ``tokens``, as its dimensions."""
         if rows is not None:
-            node = self.make.call(aten.unsqueeze.default, node, 0)
+            node = make.call(aten.unsqueeze.default, node, 1)
         node = self._permuted(node, _inverse(order))
         if _is_split(tokens):
             return node
-        return self.make.call(aten.reshape.default, node, self._argument(taken_sizes(tokens), node, scope))
+        return make.call(aten.reshape.default, node, self._argument(taken_sizes(tokens), node, scope))
 
     def _put(self, known: Value, old: fx.Node, scope: Scope) -> fx.Node:
         """The tensor that a reader of ``old`` finds, with zeros for tokens that are hidden."""
@@ -247,11 +257,14 @@ class _Writer:
         node = self._brought(node, scope, where)
         parts = tokens.parts
         rows, span, others = _places(parts)
-        node = self._split(node, tokens, scope, lambda part: 1 if isinstance(part, Rows) else -1)
+        if not _is_split(tokens):
+            counted = counted_part(tokens)
+            sizes = [-1 if part is counted else 1 if is_token(part) else part for part in parts]
+            node = make.call(aten.reshape.default, node, sizes)
         order = [*([rows] if rows is not None else []), span, *others]
         node = self._permuted(node, order)
         if rows is not None:
-            node = make.call(aten.squeeze.dim, node, 0)
+            node = make.call(aten.squeeze.dim, node, 1)
         node = make.call(_glue.put_rows.default, node, *self._context(scope))
         batch, length = self._brought(self.batch, scope), self._brought(self.length, scope)
         if rows is not None:
@@ -278,12 +291,6 @@ class _Writer:
         for part in dim:
             size *= part
         return size
-
-    def _split(self, node: fx.Node, tokens: Tokens, scope: Scope, size: Any) -> fx.Node:
-        """Each part in a dimension of its own."""
-        if _is_split(tokens):
-            return node
-        return self.make.call(aten.reshape.default, node, [size(part) if is_token(part) else part for part in tokens.parts])
 
     def _size(self, part: Any, scope: Scope) -> Any:
         return self._brought(self.batch, scope) if isinstance(part, Rows) else -1
