@@ -1,7 +1,7 @@
 """Times of training steps on a padded batch: eager, Inductor, glue, and glue without padding, on a CPU.
 
-    python -m benchmarks.drop_padding
-    python -m benchmarks.drop_padding --padding 0.2 --rows 4 --length 256 --steps 5
+python -m benchmarks.drop_padding
+python -m benchmarks.drop_padding --padding 0.2 --rows 4 --length 256 --steps 5
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def model_of(layers: int, hidden: int) -> nn.Module:
 
 
 def padded_batch(rows: int, length: int, padding: float) -> tuple[Tensor, Tensor, Tensor]:
-    """One row is full; the others share the padding, which is on the right."""
+    """From a short row to a full one, padded on the right."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(1024, (rows, length), generator=generator)
     lengths = torch.linspace(max(1 - 2 * padding, 0.05), 1, rows) * length
@@ -81,8 +81,9 @@ def main() -> None:
                 times.setdefault(variant, []).append(time.perf_counter() - start)
             losses[variant] = loss.item()
     for variant, found in times.items():
-        ratio = statistics.median(found) / statistics.median(times["eager"])
-        print(f"{variant:24} {statistics.median(found) * 1e3:8.1f} ms  {ratio:5.2f} of eager  loss {losses[variant]:.6f}")
+        time_of_step = statistics.median(found)
+        ratio = time_of_step / statistics.median(times["eager"])
+        print(f"{variant:24} {time_of_step * 1e3:8.1f} ms  {ratio:5.2f} of eager  loss {losses[variant]:.6f}")
 
 
 if __name__ == "__main__":

@@ -58,8 +58,8 @@ class GlueOptions:
             ``"kept"``: such graphs compute loss and logits as they are.
         regions: ``"auto"``: layers that are alike are compiled once for each kind, and Python runs their loop.
             ``"whole"``: a graph holds all that Dynamo can capture, as always with ``fullgraph=True``.
-        padding: ``"drop"``: tokens that a padding mask hides are not computed; results are zeros there, and their labels
-            must be ignored. ``"keep"``: they are.
+        padding: ``"drop"``: tokens that a padding mask hides are not computed; results are zeros there, and their
+            labels must be ignored. ``"keep"``: they are.
         capture: let Dynamo capture what it would end a graph at. False: frames are converted as Dynamo does by itself.
         dump: folder for graph dumps and ``summary.json``, or None.
         passes: pass name → on or off; passes not named keep their default.

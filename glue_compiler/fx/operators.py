@@ -212,7 +212,8 @@ class Operators:
 
         Of an item of ``split`` or ``unbind``, the slice.
         """
-        if call.operator is not call.recorded.overload.overloadpacket and call.recorded.overload.overloadpacket in LISTS:
+        recorded = call.recorded.overload.overloadpacket
+        if recorded in LISTS and call.operator is not recorded:
             return call.overload, dict(call.arguments)
         given = {
             name: map_references(value, lambda reference: self._resolved(call.node, reference, 0))

@@ -23,9 +23,9 @@ def token_rows(seen: Tensor) -> list[Tensor]:
         seen: bool ``[B, T]``: the token counts.
 
     Returns:
-        int64 ``[rows]``: where each of them lies in the flattened ``B * T`` tokens, ascending; int64 ``[B * T]``: the row
-        of each token, any of those that do not count; int32 ``[B + 1]``: the first row of each row of the batch,
-        then their number.
+        int64 ``[rows]``: where each of them lies in the flattened ``B * T`` tokens, ascending; int64 ``[B * T]``: which
+        of them a token is, anything for those that do not count; int32 ``[B + 1]``: where rows of the batch begin in
+        them, then their number.
 
     Raises:
         ValueError: no token counts; or an earlier batch had labels that count at hidden tokens (``target_rows``).

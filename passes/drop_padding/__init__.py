@@ -31,7 +31,8 @@ class DropPadding(GraphPass):
     numerics: ClassVar[Numerics] = Numerics.CLOSE
 
     def cache_options(self, options: GlueOptions) -> object:
-        return (options.padding, options.regions, options.compiler, options.kernels, tuple(sorted(options.assume.items())))
+        settings = (options.padding, options.regions, options.compiler, options.kernels, options.verify)
+        return (*settings, tuple(sorted(options.assume.items())))
 
     def run(self, graph: fx.GraphModule, context: PassContext) -> PassResult:
         if context.options.padding != "drop":

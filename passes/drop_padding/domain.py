@@ -100,10 +100,11 @@ def _before_floating(value: Value, reader: MaskReader) -> Value:
 
 
 def find_domain(reader: MaskReader, settings: Settings) -> Domain:
-    """
+    """What the attentions of a graph say of padding.
+
     Raises:
-        Refused: there is no attention under a padding mask, or under several, or the mask cannot be computed in front of
-            the graph.
+        Refused: there is no attention under a padding mask, or under several, or the mask cannot be computed in front
+            of the graph.
     """
     numbering = reader.operators.numbering
     found: dict[fx.Node, Attention] = {}

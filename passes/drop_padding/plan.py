@@ -13,13 +13,13 @@ from torch import fx
 from glue_compiler.fx.effects import Kind
 from glue_compiler.fx.flow import Refused
 from glue_compiler.fx.normal import LISTS
-from glue_compiler.fx.operators import UNTRACKED, OWN, Call, Operators, Value, given_leaves
+from glue_compiler.fx.operators import OWN, UNTRACKED, Call, Operators, Value, given_leaves
 from glue_compiler.fx.value_numbering import Scope
 from glue_compiler.fx.values import StorageKey, Symbolic, expression, leaves, storages_of, value_of
 from glue_compiler.passes.drop_padding.domain import Attention, Domain
 from glue_compiler.passes.drop_padding.rules import begins, mapped, rule_of
 from glue_compiler.passes.drop_padding.steps import Entering, Reading, Same, Step
-from glue_compiler.passes.drop_padding.token_facts import Rows, Span, Tokens, is_token, plain
+from glue_compiler.passes.drop_padding.token_facts import Tokens, is_token, plain
 from glue_compiler.passes.specialize_attention.mask_reader import MaskReader
 
 aten = torch.ops.aten
@@ -30,7 +30,8 @@ _PICKS = {aten.select, aten.slice, aten.index, aten.index_select}
 
 @dataclass
 class Plan:
-    """
+    """What is to be written.
+
     Attributes:
         facts: where tokens are in values, those of bodies too.
         steps: of each node that is written, what takes the place of its values, in order.
@@ -50,7 +51,8 @@ class Plan:
 
 
 def plan_rows(reader: MaskReader, domain: Domain) -> Plan:
-    """
+    """What to write for the tokens that count.
+
     Raises:
         Refused: something reads tokens that are hidden, in a way that shows.
     """
@@ -97,9 +99,7 @@ class _Planner:
             if node in bodies:
                 self.read(bodies[node])
                 self._take_results(node, bodies[node])
-            elif node in self.inside:
-                continue
-            elif node in self.domain.attentions and self._attends(node):
+            elif node in self.inside or (node in self.domain.attentions and self._attends(node)):
                 continue
             elif node.op.startswith("call_"):
                 self._read_node(node)
@@ -110,8 +110,7 @@ class _Planner:
         """Embeddings that the graph is given, if it is not given ids."""
         nodes = scope.module.graph.nodes
         if any(
-            any(call.operator is aten.embedding for call in self.operators.calls(node) or ())
-            and self._begins(node)
+            any(call.operator is aten.embedding for call in self.operators.calls(node) or ()) and self._begins(node)
             for node in self._all_nodes()
         ):
             return
@@ -220,7 +219,8 @@ class _Planner:
             if grouped in each.all_input_nodes:
                 self._put_back_for(each)
             else:
-                waiting += [arg for arg in each.all_input_nodes if self.tokens_of(self.operators.value(arg)) is not None]
+                given = each.all_input_nodes
+                waiting += [arg for arg in given if self.tokens_of(self.operators.value(arg)) is not None]
         for each in readers:
             del self.plan.borders[each][whole]
 
@@ -353,7 +353,7 @@ class _Planner:
             self.plan.borders[node] = found
 
     def _may_read(self, node: fx.Node, found: list[Value]) -> bool:
-        """Does ``node`` find in tokens that were put back what shows in eager? Zeros where that is what eager has too."""
+        """Does ``node`` find what it finds in eager, or single tokens, in what is put back with zeros?"""
         found = [each for each in map(self._resolved, found) if each.node.op != "placeholder"]
         if all(self.plan.facts[each].is_zero for each in found):
             return True
@@ -372,6 +372,3 @@ def resolved(value: Any, facts: dict[Value, Tokens], operators: Operators) -> Va
     while isinstance(value, Value) and value not in facts:
         value = operators.passed(value)
     return value if isinstance(value, Value) else None
-
-
-__all__ = ["Plan", "Rows", "Span", "plan_rows", "resolved"]

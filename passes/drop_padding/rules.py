@@ -1,4 +1,4 @@
-"""Which operators compute for each token from values of this token alone, and how they are written for rows of tokens."""
+"""Which operators compute each token from values of this token alone, and how they are written for rows of tokens."""
 
 from __future__ import annotations
 

@@ -61,9 +61,7 @@ class _Writer:
         start, root = self.domain.start, self.numbering.root
         with self.make.before(start, self.operators.mode(start)):
             place = self.domain.place
-            vectors = MetadataVectors(
-                self.make, self.reader, place, {}, place.batch, place.length, self.domain.device
-            )
+            vectors = MetadataVectors(self.make, self.reader, place, {}, place.batch, place.length, self.domain.device)
             self.seen = vectors.seen(self.domain.keys)
             found = self.make.call(_glue.token_rows.default, self.seen)
             self.rows, self.numbers, self.starts = (self.make.call(_getitem, found, i) for i in range(3))

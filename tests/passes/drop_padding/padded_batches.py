@@ -56,7 +56,12 @@ def assert_same_step(model: nn.Module, step: Callable[..., Any], fast: Callable[
 class Layer(nn.Module):
     """Attention under ``mask``, ``mix`` of its result, and a product; in fp64."""
 
-    def __init__(self, mix: Callable[..., Tensor] = lambda model, x, mask: x, is_causal: bool = True, dropout: float = 0.0):
+    def __init__(
+        self,
+        mix: Callable[..., Tensor] = lambda model, x, mask: x,
+        is_causal: bool = True,
+        dropout: float = 0.0,
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.words = nn.Embedding(WORDS, 16, dtype=torch.float64)

@@ -102,7 +102,8 @@ def test_an_attention_that_sees_padding_is_left_alone():
 
     def seen(model, x, mask):
         heads = x.unflatten(-1, (2, 8)).transpose(1, 2)
-        return nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True).transpose(1, 2).flatten(2)
+        found = nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+        return found.transpose(1, 2).flatten(2)
 
     for model in (Two(), Layer(seen)):
         result = run(model, *batch("right"))
@@ -111,7 +112,7 @@ def test_an_attention_that_sees_padding_is_left_alone():
 
 
 def test_without_a_padding_mask_nothing_happens():
-    ids, mask, labels = batch("none")
+    ids, _, labels = batch("none")
     model = Layer()
     result = run(lambda ids, labels: model(ids, torch.ones_like(ids), labels), ids, labels)
     assert_untouched(result)
