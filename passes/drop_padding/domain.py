@@ -122,8 +122,8 @@ def find_domain(reader: MaskReader, settings: Settings) -> Domain:
                 unknown[site.output] = str(reason)
     padded = [each for each in found.values() if each.visibility.keys]
     if not padded:
-        node, reason = next(iter(unknown.items()), (None, "no attention attends under a padding mask"))
-        raise Refused(reason, node)
+        node, why = next(iter(unknown.items()), (None, "no attention attends under a padding mask"))
+        raise Refused(why, node)
     first = padded[0]
     common = set(first.visibility.keys).intersection(*(each.visibility.keys for each in padded))
     sizes = {_sizes(each.site) for each in padded}

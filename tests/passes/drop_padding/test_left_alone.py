@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from glue_compiler.errors import GlueOptionError
+from glue_compiler.options import parse_options
 from glue_compiler.testing import assert_rewritten, assert_untouched, capture, run_pass
 from tests.passes.drop_padding.padded_batches import Layer, assert_same_step, batch, compiled
 
@@ -117,6 +119,17 @@ def test_without_a_padding_mask_nothing_happens():
     result = run(lambda ids, labels: model(ids, torch.ones_like(ids), labels), ids, labels)
     assert_untouched(result)
     assert result.skip_reasons == ["no attention attends under a padding mask"]
+
+
+def test_the_option_is_checked():
+    with pytest.raises(GlueOptionError, match="'drob'; did you mean 'drop'"):
+        parse_options({"padding": "drob"}, None, (), environment={})
+    assert parse_options({}, None, (), environment={}).padding == "keep"
+    assert parse_options({}, None, (), environment={"GLUE_PADDING": "drop"}).padding == "drop"
+
+
+def test_verification_compares_what_eager_computes_of_padding():
+    assert_untouched(run(Layer(), *batch("right"), verify=True))
 
 
 def test_it_is_asked_for():
