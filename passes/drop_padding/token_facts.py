@@ -35,7 +35,7 @@ class Tokens:
     """A value that holds for each token what was computed from values of this token, and from what is no token's.
 
     *Taken* it has as many ``Rows`` as tokens count, whatever the span, and a ``Span`` of size 1; without ``Rows`` a
-    span of so many. (No stride depends on the size of the first dimension, and Inductor fails on some that nobody knows.)
+    span of so many. (No stride depends on the size of the first dimension; Inductor fails on some that nobody knows.)
 
     Attributes:
         dims: of the value, in order.
