@@ -14,9 +14,8 @@ __all__ = ["Run", "assert_same_bits", "compile_and_keep", "compile_with_glue", "
 
 
 def compile_with_glue(fn: Any, **how: Any) -> Run:
-    """``compile_and_keep``; memoize_metadata, specialize_attention, chunk_loss, sum_embedding_grads and drop_padding,
-    """``compile_and_keep``; passes that take from a graph what most tests look for in it, drop_padding which comes first,
-    and group_experts, which lets Dynamo capture more, are off unless
+    """``compile_and_keep``; passes that take from a graph what most tests look for in it, drop_padding, which comes
+    first, and group_experts, which lets Dynamo capture more, are off unless ``passes`` says otherwise.
     """
     quiet = {
         "memoize_metadata",
