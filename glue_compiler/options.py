@@ -23,6 +23,7 @@ Kernels = Literal["all", "torch"]
 Logits = Literal["deferred", "kept"]
 Regions = Literal["whole", "auto"]
 MixedDocuments = Literal["warn", "ignore"]
+Padding = Literal["keep", "drop"]
 ASSUMPTIONS = ("sorted_document_ids",)
 
 
@@ -59,6 +60,8 @@ class GlueOptions:
         regions: ``"auto"``: layers that are alike are compiled once for each kind, and Python runs their loop.
             ``"whole"``: a graph holds all that Dynamo can capture, as always with ``fullgraph=True``.
         mixed_documents: ``"warn"``: once, where layers mix the documents of a packed batch that attention keeps apart.
+        padding: ``"drop"``: tokens that a padding mask hides are not computed; results are zeros there, and their
+            labels must be ignored. ``"keep"``: they are.
         capture: let Dynamo capture what it would end a graph at. False: frames are converted as Dynamo does by itself.
         dump: folder for graph dumps and ``summary.json``, or None.
         passes: pass name → on or off; passes not named keep their default.
@@ -88,6 +91,7 @@ class GlueOptions:
     logits: Logits = "deferred"
     regions: Regions = "whole"
     mixed_documents: MixedDocuments = "warn"
+    padding: Padding = "keep"
     capture: bool = True
     dump: str | None = None
     passes: Mapping[str, bool] = field(default_factory=dict)
@@ -285,6 +289,7 @@ _CONVERT: dict[str, Callable[[Any, Collection[str]], Any]] = {
     "logits": _choice("logits", get_args(Logits)),
     "regions": _choice("regions", get_args(Regions)),
     "mixed_documents": _choice("mixed_documents", get_args(MixedDocuments)),
+    "padding": _choice("padding", get_args(Padding)),
     "capture": _flag("capture"),
     "dump": _dump,
     "passes": _passes,

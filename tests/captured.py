@@ -14,12 +14,18 @@ __all__ = ["Run", "assert_same_bits", "compile_and_keep", "compile_with_glue", "
 
 
 def compile_with_glue(fn: Any, **how: Any) -> Run:
-    """``compile_and_keep``; memoize_metadata, specialize_attention, chunk_loss and sum_embedding_grads, which take from
-    a graph what most tests look for in it, group_experts and roll_loops, which let Dynamo capture more, are off unless
-    ``passes`` says otherwise.
+    """``compile_and_keep``; passes that take from a graph what most tests look for in it, drop_padding, which comes
+    first, and group_experts and roll_loops, which let Dynamo capture more, are off unless ``passes`` says otherwise.
     """
-    quiet = {"memoize_metadata", "specialize_attention", "chunk_loss", "group_experts", "roll_loops"}
-    quiet.add("sum_embedding_grads")
+    quiet = {
+        "memoize_metadata",
+        "specialize_attention",
+        "chunk_loss",
+        "group_experts",
+        "roll_loops",
+        "sum_embedding_grads",
+        "drop_padding",
+    }
     off = dict.fromkeys(quiet & set(registry.pass_names()), False)
     return compile_and_keep(fn, **{**how, "passes": {**off, **how.get("passes", {})}})
 

@@ -24,7 +24,7 @@ from torch import fx
 
 from glue_compiler.fx.effects import EffectAnalysis
 from glue_compiler.fx.modes import Mode
-from glue_compiler.fx.normal import LISTS, normal, taken
+from glue_compiler.fx.normal import LISTS, functional, normal, taken
 from glue_compiler.fx.records import CallRecord, Given, Made, Meta, RecordedOperator, Unknown, map_references, meta_of
 from glue_compiler.fx.value_numbering import Numbering
 from glue_compiler.fx.values import StorageKey, is_plain, leaves, requires_grad, storage_of, value_of
@@ -206,6 +206,20 @@ class Operators:
             return call
         overload, arguments = taken(call.operator, call.arguments, value.leaf, call.recorded.results[value.leaf])
         return replace(call, operator=overload.overloadpacket, overload=overload, arguments=arguments)
+
+    def as_called(self, call: Call) -> tuple[Any, dict[str, Any]]:
+        """The operator out of place, and its arguments as they are called, not in normal form: what can be written.
+
+        Of an item of ``split`` or ``unbind``, the slice.
+        """
+        recorded = call.recorded.overload.overloadpacket
+        if recorded in LISTS and call.operator is not recorded:
+            return call.overload, dict(call.arguments)
+        given = {
+            name: map_references(value, lambda reference: self._resolved(call.node, reference, 0))
+            for name, value in call.recorded.arguments.items()
+        }
+        return functional(call.recorded.overload) or call.recorded.overload, given
 
     def dispatches(self, node: fx.Node, operators: Collection[Any]) -> bool:
         """Does a node dispatch one of ``operators``, in normal form?"""

@@ -25,6 +25,7 @@ from glue_compiler.ops.packed_attention import (
     packed_attention,
 )
 from glue_compiler.ops.private_copy import private_copy
+from glue_compiler.ops.token_rows import put_rows, take_rows, target_rows, token_rows
 from glue_compiler.ops.varlen_attention import varlen_attention
 
 __all__ = [
@@ -51,6 +52,10 @@ __all__ = [
     "masked_attention",
     "packed_attention",
     "private_copy",
+    "put_rows",
+    "take_rows",
+    "target_rows",
+    "token_rows",
     "row_offsets",
     "varlen_attention",
 ]

@@ -17,6 +17,7 @@ from glue_compiler.pipeline.results import Numerics, Stage
 _BUILT_IN = (
     "glue_compiler.passes.group_experts:GroupExperts",
     "glue_compiler.passes.roll_loops:RollLoops",
+    "glue_compiler.passes.drop_padding:DropPadding",
     "glue_compiler.passes.specialize_attention:SpecializeAttention",
     "glue_compiler.passes.chunk_loss:ChunkLoss",
     "glue_compiler.passes.sum_embedding_grads:SumEmbeddingGrads",

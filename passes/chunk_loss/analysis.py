@@ -22,7 +22,7 @@ from glue_compiler.ops.loss_costs import pays
 from glue_compiler.passes.chunk_loss.groups import Group, groups_of
 from glue_compiler.passes.chunk_loss.heads import Head, operands_of, read_head
 from glue_compiler.passes.chunk_loss.losses import Site
-from glue_compiler.passes.chunk_loss.row_steps import NotALoss, is_row_operator
+from glue_compiler.passes.chunk_loss.row_steps import PUT_ROWS, NotALoss, is_row_operator
 from glue_compiler.passes.chunk_loss.uses import OtherUse, Uses, dead_nodes, uses_of
 from glue_compiler.passes.chunk_loss.wide_values import Wide
 from glue_compiler.pipeline.results import Skip
@@ -163,6 +163,9 @@ def _replacement(
     if not uses.sites:
         raise NotALoss("no loss of its rows is taken")
     _require_nodes(head, uses, operators)
+    paths = [step.operator for wide in uses.wide.values() for step in wide.path]
+    if PUT_ROWS in paths and any(term.bias is not None for term in head.terms):
+        raise NotALoss("its logits are zeros where padding was, and a bias would be added there")
     if not pays(head.device.type, _bytes(head, operators, settings.shape_env)):
         raise NotALoss("its logits are small: computing them in chunks would cost more time than it saves memory")
     groups = groups_of(uses.sites, operators, order)

@@ -12,10 +12,14 @@ from typing import Any, Literal
 
 import torch
 
+import glue_compiler.ops  # noqa: F401  registers torch.ops.glue
 from glue_compiler.compat.symbols import unbacked_symbols
 from glue_compiler.fx.operators import Call, Operators, Value
 
 aten = torch.ops.aten
+
+PUT_ROWS = torch.ops.glue.put_rows.default
+"""Its other rows are zeros, of which a product without a bias makes zeros."""
 
 
 class NotALoss(Exception):
@@ -146,6 +150,13 @@ def _index_select(call: Call, rows: Rows, result: tuple[Any, ...], leaf: int) ->
     return step, rows.classes
 
 
+def _put_rows(call: Call, rows: Rows, result: tuple[Any, ...], leaf: int) -> Found:
+    if not rows.classes:
+        raise NotALoss("its classes are in the dimension of rows that are put back")
+    arguments = tuple(call.arguments[name] for name in ("rows", "numbers", "seen"))
+    return RowStep("call", arguments, PUT_ROWS), rows.classes
+
+
 def _parts(*names: str) -> Any:
     def read(call: Call, rows: Rows, result: tuple[Any, ...], leaf: int) -> Found:
         dim = call.arguments["dim"] % len(rows.shape)
@@ -167,6 +178,7 @@ _READERS: dict[Any, Callable[[Call, Rows, tuple[Any, ...], int], Found]] = {
     aten.view: _reshape,
     aten.index: _index,
     aten.index_select: _index_select,
+    PUT_ROWS.overloadpacket: _put_rows,
     aten.split: _parts("split_size"),
     aten.split_with_sizes: _parts("split_sizes"),
     aten.chunk: _parts("chunks"),

@@ -125,12 +125,11 @@ class _Matching:
             raise Refused("a loop or a branch that is traced for all experts is inside")
         is_indexing = first.target in (operator.getitem, operator.setitem) and isinstance(first.args[1], tuple)
         if is_indexing:
-            indexed, index, *value = zip(first.args, second.args, strict=True)
-            args = (
-                self.same(*indexed),
-                tuple(self._index(*each) for each in zip(*index, strict=True)),
-                *(self.same(*each) for each in value),
-            )
+            (indexed, at, *value), (other, other_at, *others) = first.args, second.args
+            if not isinstance(at, tuple) or not isinstance(other_at, tuple) or len(at) != len(other_at):
+                raise Refused("its first two steps have other arguments")
+            indices = tuple(self._index(*each) for each in zip(at, other_at, strict=True))
+            args = (self.same(indexed, other), indices, *(self.same(*each) for each in zip(value, others, strict=True)))
         else:
             args = self.same(first.args, second.args)
         self.arguments[second] = args, self.same(first.kwargs, second.kwargs)
@@ -186,8 +185,9 @@ def _written(gm: fx.GraphModule, steps: EqualSteps, effects: EffectAnalysis) -> 
         if done.kind is Kind.PURE and not done.writes:
             continue
         target = node.args[0] if node.target is operator.setitem else None
-        is_written = isinstance(target, fx.Node) and target in steps.fixed and not done.random and not done.syncs
-        if not is_written or done.writes != storages_of(value_of(target)):
+        if not isinstance(target, fx.Node) or target not in steps.fixed or done.random or done.syncs:
+            raise Refused(f"'{node.name}' is no operator on values of its own")
+        if done.writes != storages_of(value_of(target)):
             raise Refused(f"'{node.name}' is no operator on values of its own")
         found[target] = None
     for node in found:

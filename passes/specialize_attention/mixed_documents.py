@@ -103,9 +103,14 @@ def _goes_over(loop: fx.Node, lengths: Iterable[Any]) -> bool:
     for tensor in map(value_of, fixed):  # type: ignore[arg-type]
         sizes = [symbols.size_when_traced(size) for size in tensor.shape]
         for size, inner in zip(sizes, [*sizes[1:], 1], strict=True):
-            if size == count and any(row in (count, min(row or 0, count * (inner or 0))) for row in rows):
+            if count is not None and size == count and any(_make_up(count, inner or 0, row or 0) for row in rows):
                 return True
     return False
+
+
+def _make_up(steps: int, tokens: int, row: int) -> bool:
+    """Are so many steps of so many tokens a row, or more, as the last one may be padded?"""
+    return row in (steps, min(row, steps * tokens))
 
 
 def _sources(known: Iterable[fx.Node], operators: Operators) -> set[fx.Node]:

@@ -45,8 +45,8 @@ def _layers(draw: Draw, *, are_modules: bool) -> Drawn:
     if are_modules:
         draw.need("modules", MODULES)
         region = "Region" if updates else draw.pick("Region", "Again")
-        made = f"[{region}({names[0]}) if i % 3 else {region}({names[-1]}) for i in range(COUNT)]"
-        draw.prelude["MODEL"] = Statement(f"MODEL = torch.nn.ModuleList({made})")
+        modules = f"[{region}({names[0]}) if i % 3 else {region}({names[-1]}) for i in range(COUNT)]"
+        draw.prelude["MODEL"] = Statement(f"MODEL = torch.nn.ModuleList({modules})")
         draw.emit("model = MODEL")
     loop = "for i, layer in enumerate(model):" if are_modules else "for i in range(COUNT):"
     with draw.block(loop):

@@ -1,0 +1,124 @@
+"""The tokens of a padded batch that count, as rows behind each other, and back."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from glue_compiler.ops.composite import composite
+from glue_compiler.ops.opaque import opaque
+
+_waiting: deque[tuple[Tensor, torch.cuda.Event]] = deque()
+"""Per row of a batch on a GPU whether its labels break the contract, on their way to the host."""
+
+
+@opaque("token_rows")
+def token_rows(seen: Tensor) -> list[Tensor]:
+    """Which tokens of a padded batch count. One host synchronisation on CUDA; an unbacked symbol in a graph.
+
+    Args:
+        seen: bool ``[B, T]``: the token counts.
+
+    Returns:
+        int64 ``[rows]``: where each of them lies in the flattened ``B * T`` tokens, ascending; int64 ``[B * T]``: which
+        of them a token is, anything for those that do not count; int32 ``[B + 1]``: where rows of the batch begin in
+        them, then their number.
+
+    Raises:
+        ValueError: no token counts; or an earlier batch had labels that count at hidden tokens (``target_rows``).
+    """
+    flat = seen.reshape(-1)
+    rows = torch.nonzero(flat).reshape(-1)
+    _raise_what_is_known()
+    if not len(rows):
+        raise ValueError("options={'padding': 'drop'}: the padding mask of a batch hides all of its tokens")
+    numbers = (flat.cumsum(0) - 1).clamp_(min=0)
+    starts = torch.nn.functional.pad(seen.sum(1).cumsum(0), (1, 0)).to(torch.int32)
+    return [rows, numbers, starts]
+
+
+@token_rows.register_fake
+def _(seen: Tensor) -> list[Tensor]:
+    batch, length = seen.shape
+    most = batch * length if isinstance(batch, int) and isinstance(length, int) else None
+    rows = seen.new_empty(torch.library.get_ctx().new_dynamic_size(min=1, max=most), dtype=torch.int64)
+    return [rows, rows.new_empty(batch * length), rows.new_empty(batch + 1, dtype=torch.int32)]
+
+
+@composite("(Tensor self, Tensor rows, Tensor numbers, Tensor seen) -> Tensor")
+def take_rows(tokens: Tensor, rows: Tensor, numbers: Tensor, seen: Tensor) -> Tensor:
+    """The rows of tokens ``[B * T, ...]`` that count, ``[rows, ...]``; ``rows`` and ``numbers`` are of ``token_rows``.
+
+    The gradient of the other tokens is zero. Each of both directions reads by an index, and adds up nothing.
+    """
+    return _Take.apply(tokens, rows, numbers, seen)
+
+
+@composite("(Tensor self, Tensor rows, Tensor numbers, Tensor seen) -> Tensor")
+def put_rows(taken: Tensor, rows: Tensor, numbers: Tensor, seen: Tensor) -> Tensor:
+    """Tokens ``[B * T, ...]`` of which those that count are the rows ``taken``, and the others zeros."""
+    return _Put.apply(taken, rows, numbers, seen)
+
+
+class _Take(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, rows: Tensor, numbers: Tensor, seen: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, numbers, seen)
+        return tokens.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _Put.apply(grad, *ctx.saved_tensors), None, None, None
+
+
+class _Put(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, taken: Tensor, rows: Tensor, numbers: Tensor, seen: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, numbers, seen)
+        shown = seen.reshape(-1, *[1] * (taken.dim() - 1))
+        return torch.where(shown, taken.index_select(0, numbers), 0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _Take.apply(grad, *ctx.saved_tensors), None, None, None
+
+
+@opaque("target_rows")
+def target_rows(targets: Tensor, rows: Tensor, seen: Tensor, ignore_index: int) -> Tensor:
+    """The rows of ``targets`` ``[B, T]`` that count, ``[rows]``, of which those at hidden tokens must be ignored.
+
+    Raises:
+        ValueError: some of the others are not ``ignore_index``; names the row. On CUDA the next step's ``token_rows``
+            raises it, so that nothing waits for the device here.
+    """
+    breaks = ((targets != ignore_index) & ~seen).any(1)
+    if breaks.is_cuda:
+        host = torch.empty(breaks.shape, dtype=torch.bool, pin_memory=True).copy_(breaks, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        _waiting.append((host, event))
+    else:
+        _require_ignored(breaks)
+    return targets.reshape(-1).index_select(0, rows)
+
+
+@target_rows.register_fake
+def _(targets: Tensor, rows: Tensor, seen: Tensor, ignore_index: int) -> Tensor:
+    return targets.new_empty(rows.shape)
+
+
+def _raise_what_is_known() -> None:
+    while _waiting and _waiting[0][1].query():
+        _require_ignored(_waiting.popleft()[0])
+
+
+def _require_ignored(breaks: Tensor) -> None:
+    if breaks.any():
+        row = int(breaks.nonzero()[0])
+        raise ValueError(
+            f"options={{'padding': 'drop'}}: row {row} of a batch has labels that count at positions that its padding "
+            "mask hides; set them to the loss's ignore_index, or compile without the option"
+        )

@@ -1,0 +1,354 @@
+"""Writes a graph for the tokens that count alone."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import fx
+
+import glue_compiler.ops  # noqa: F401  registers torch.ops.glue
+from glue_compiler.errors import GlueInvariantError
+from glue_compiler.fx.dead_nodes import erase_dead
+from glue_compiler.fx.node_maker import NodeMaker
+from glue_compiler.fx.operators import Operators, Value
+from glue_compiler.fx.value_numbering import Scope
+from glue_compiler.fx.values import expression, value_of
+from glue_compiler.passes.drop_padding.plan import Plan, resolved
+from glue_compiler.passes.drop_padding.steps import Count, Entering, Same, Step, taken_sizes
+from glue_compiler.passes.drop_padding.token_facts import Rows, Span, Tokens, counted_part, is_token
+from glue_compiler.passes.specialize_attention.mask_reader import MaskReader
+from glue_compiler.passes.specialize_attention.memory_layouts import has_layout, layout_of
+from glue_compiler.passes.specialize_attention.metadata_vectors import MetadataVectors
+
+_glue = torch.ops.glue
+_getitem = operator.getitem
+aten = torch.ops.aten
+
+
+def apply_plan(plan: Plan, reader: MaskReader) -> Counter[str]:
+    writer = _Writer(plan, reader)
+    numbering = reader.operators.numbering
+    writer.begin()
+    writer.write(numbering.root)
+    writer.counts["nodes_erased"] = writer.erase()
+    for scope in numbering.scopes:
+        scope.module.recompile()
+    return writer.counts
+
+
+class _Writer:
+    def __init__(self, plan: Plan, reader: MaskReader) -> None:
+        self.plan, self.reader, self.domain = plan, reader, plan.domain
+        self.operators: Operators = reader.operators
+        self.numbering = reader.operators.numbering
+        self.make = NodeMaker(reader.operators.analysis.fake_mode)
+        self.counts: Counter[str] = Counter()
+        self.taken: dict[Value, tuple[Scope, fx.Node]] = {}
+        """Values with tokens: the tokens that count of them, and where."""
+        self.entered: dict[Any, fx.Node] = {}
+        self.back: dict[Any, fx.Node] = {}
+        self.scopes = {scope.module.graph: scope for scope in self.numbering.scopes}
+        self.rewritten: dict[fx.Node, None] = {}
+        returned = [value for each in plan.results.values() for value, _, _ in each]
+        self.changed = [self.operators.node_of(value) for value in returned]
+        self.old = {node for scope in self.numbering.scopes for node in scope.module.graph.nodes}
+
+    def begin(self) -> None:
+        """What is known of the batch, once, in front of all that reads it."""
+        start, root = self.domain.start, self.numbering.root
+        with self.make.before(start, self.operators.mode(start)):
+            place = self.domain.place
+            vectors = MetadataVectors(self.make, self.reader, place, {}, place.batch, place.length, self.domain.device)
+            self.seen = vectors.seen(self.domain.keys)
+            found = self.make.call(_glue.token_rows.default, self.seen)
+            self.rows, self.numbers, self.starts = (self.make.call(_getitem, found, i) for i in range(3))
+            self.count = self.make.size(self.rows, 0)
+            self.batch, self.length = self.make.size(self.seen, 0), self.make.size(self.seen, 1)
+            for value, tokens in self.plan.facts.items():
+                if value.node.op == "placeholder" and value.node.graph is start.graph:
+                    self.taken[value] = root, self._take(value.node, tokens, root)
+
+    # -- in the order in which nodes run
+
+    def write(self, scope: Scope) -> None:
+        bodies = {child.call.node: child for child in scope.children if child.call is not None}
+        for node in list(scope.module.graph.nodes):
+            if node in bodies:
+                self.write(bodies[node])
+                self._return(scope, node, bodies[node])
+                continue
+            if node in self.plan.borders:
+                self._put_back_for(scope, node)
+            if node in self.plan.steps:
+                self._write_node(scope, node)
+            if node in self.plan.attentions:
+                self._take_attention(scope, node)
+
+    def _write_node(self, scope: Scope, node: fx.Node) -> None:
+        start = self.domain.start
+        at = start if node.graph is start.graph and node < start else node
+        with self.make.before(at, self.operators.mode(at), node):
+            for value, step in self.plan.steps[node]:
+                if isinstance(step, Same):
+                    self.taken[value] = scope, self._found(step.value, scope)
+                    continue
+                made = self._call(step, at, scope)
+                items = value_of(made)
+                for place, tokens in enumerate(step.results):
+                    result = Value(node, value.step, value.leaf + place)
+                    item = self.make.call(_getitem, made, place) if isinstance(items, tuple | list) else made
+                    if tokens is None:
+                        self._replace(result, item)
+                    else:
+                        self.taken[result] = scope, item
+        self.rewritten[node] = None
+        self.counts["operators"] += 1
+
+    def _replace(self, value: Value, item: fx.Node) -> None:
+        old = self.operators.node_of(value)
+        if old is not None:
+            old.replace_all_uses_with(item)
+
+    def _call(self, step: Step, at: fx.Node, scope: Scope) -> fx.Node:
+        positional, named = [], {}
+        for argument in step.overload._schema.arguments:
+            if argument.name in step.arguments:
+                value = self._argument(step.arguments[argument.name], at, scope)
+                if argument.kwarg_only:
+                    named[argument.name] = value
+                else:
+                    positional.append(value)
+        return self.make.call(step.overload, *positional, **named)
+
+    def _argument(self, given: Any, at: fx.Node, scope: Scope) -> Any:
+        if isinstance(given, tuple | list):
+            return [self._argument(each, at, scope) for each in given]
+        if isinstance(given, Count):
+            return self._brought(self.count, scope)
+        if isinstance(given, Entering):
+            key = (self.operators.number(given.value), given.tokens, given.ignored, scope, self.make.mode)
+            if key not in self.entered:
+                node = self.operators.operand(given.value, at)
+                assert node is not None
+                self.entered[key] = self._take(node, given.tokens, scope, given.ignored)
+            return self.entered[key]
+        if isinstance(given, Value):
+            if resolved(given, self.plan.facts, self.operators) is not None:
+                return self._found(given, scope)
+            return self.operators.operand(given, at)
+        return given
+
+    def _found(self, value: Value, scope: Scope) -> fx.Node:
+        """What is taken of a value, in ``scope``."""
+        known = resolved(value, self.plan.facts, self.operators)
+        assert known is not None
+        where, node = self.taken[known]
+        return self._brought(node, scope, where)
+
+    def _brought(self, node: Any, scope: Scope, where: Scope | None = None) -> Any:
+        if not isinstance(node, fx.Node):
+            return node
+        return self.make.brought_to(node, where or self.numbering.root, scope)
+
+    # -- bodies, attention and borders
+
+    def _return(self, scope: Scope, node: fx.Node, body: Scope) -> None:
+        found = self.plan.results.get(node, ())
+        if not found:
+            return
+        output = body.module.graph.output_node()
+        returned, values = list(output.args[0]), list(value_of(node))  # type: ignore[arg-type]
+        for _, value, place in found:
+            item = self._found(value, body)
+            returned[place], values[place] = item, value_of(item)
+        output.args = (tuple(returned),)
+        node.meta["example_value"] = tuple(values)
+        with self.make.before(node.next, self.operators.mode(node), node):
+            for result, _, place in found:
+                self.taken[result] = scope, self.make.call(_getitem, node, place)
+
+    def _put_back_for(self, scope: Scope, node: fx.Node) -> None:
+        with self.make.before(node, self.operators.mode(node), node):
+            for arg, value in self.plan.borders[node].items():
+                node.replace_input_with(arg, self._put(value, arg, scope))
+
+    def _take_attention(self, scope: Scope, node: fx.Node) -> None:
+        value = self.operators.value(node)
+        if node in self.plan.packed:
+            with self.make.before(node, self.operators.mode(node), node):
+                self.taken[value] = scope, self._packed(scope, node)
+            self.rewritten |= dict.fromkeys((*reversed(self.plan.attentions[node].site.inside), node))
+            self.counts["packed"] += 1
+            return
+        with self.make.before(node.next, self.operators.mode(node), node):
+            self.taken[value] = scope, self._take(node, self.plan.facts[value], scope)
+        self.counts["attentions"] += 1
+
+    def _packed(self, scope: Scope, node: fx.Node) -> fx.Node:
+        """Attention with a document for each row of the batch."""
+        make, attention = self.make, self.plan.attentions[node]
+        operands = [self._found(each, scope) for each in self.plan.packed[node]]
+        expected = value_of(node)
+        operands = [
+            each if value_of(each).dtype == expected.dtype else make.call(aten.to.dtype, each, expected.dtype)
+            for each in operands
+        ]
+        is_swapped = self.domain.batch != 1  # [tokens, H, 1, D]
+        if is_swapped:
+            operands = [make.call(aten.transpose.int, each, 0, 2) for each in operands]
+        starts, length = self._brought(self.starts, scope), self._brought(self.length, scope)
+        settings = (attention.visibility.is_causal, -1, attention.site.scale)
+        result = make.call(_glue.packed_attention.default, *operands, starts, length, *settings)
+        result = make.call(aten.transpose.int, result, 0, 2) if is_swapped else result
+        return result if expected.dim() == 4 else make.call(aten.flatten.using_ints, result, 0, 1)
+
+    # -- between tokens and rows of them
+
+    def _context(self, scope: Scope) -> list[fx.Node]:
+        return [self._brought(each, scope) for each in (self.rows, self.numbers, self.seen)]
+
+    def _take(self, node: fx.Node, tokens: Tokens, scope: Scope, ignored: int | None = None) -> fx.Node:
+        """``[B, T, ...]`` in whatever order → the same with one row of the tokens that count."""
+        make, parts = self.make, tokens.parts
+        rows, span, others = _places(parts)
+        missing = len(tokens.dims) - value_of(node).dim()
+        for _ in range(missing):
+            node = make.call(aten.unsqueeze.default, node, 0)
+        if not _is_split(tokens):
+            sizes: list[Any] = []
+            for place, dim in enumerate(tokens.dims):
+                if len(dim) == 1:
+                    sizes.append(make.size(node, place))
+                else:
+                    sizes += [self._size(part, scope) if is_token(part) else part for part in dim]
+            node = make.call(aten.reshape.default, node, sizes)
+        order = [*([rows] if rows is not None else []), span, *others]
+        node = self._permuted(node, order)
+        if rows is None:
+            node = make.call(aten.unsqueeze.default, node, 0)
+        batch, length = self._brought(self.batch, scope), self._brought(self.length, scope)
+        node = self._widened(node, parts[span], length, len(others), ignored)
+        node = make.call(aten.expand.default, node, [batch, length, *[-1] * len(others)])
+        if ignored is not None:
+            indices, _, seen = self._context(scope)
+            node = make.call(_glue.target_rows.default, node, indices, seen, ignored)
+        else:
+            node = make.call(aten.flatten.using_ints, node, 0, 1)
+            node = make.call(_glue.take_rows.default, node, *self._context(scope))
+        if rows is not None:
+            node = make.call(aten.unsqueeze.default, node, 1)
+        node = self._permuted(node, _inverse(order))
+        if _is_split(tokens):
+            return node
+        return make.call(aten.reshape.default, node, self._argument(taken_sizes(tokens), node, scope))
+
+    def _put(self, known: Value, old: fx.Node, scope: Scope) -> fx.Node:
+        """The tensor that a reader of ``old`` finds, with zeros for tokens that are hidden."""
+        where, node = self.taken[known]
+        key = (known, scope, self.make.mode)
+        if key in self.back:
+            return self.back[key]
+        make, tokens = self.make, self.plan.facts[known]
+        node = self._brought(node, scope, where)
+        parts = tokens.parts
+        rows, span, others = _places(parts)
+        if not _is_split(tokens):
+            counted = counted_part(tokens)
+            sizes = [-1 if part is counted else 1 if is_token(part) else part for part in parts]
+            node = make.call(aten.reshape.default, node, sizes)
+        order = [*([rows] if rows is not None else []), span, *others]
+        node = self._permuted(node, order)
+        if rows is not None:
+            node = make.call(aten.squeeze.dim, node, 1)
+        node = make.call(_glue.put_rows.default, node, *self._context(scope))
+        batch, length = self._brought(self.batch, scope), self._brought(self.length, scope)
+        if rows is not None:
+            node = make.call(aten.unflatten.int, node, 0, [batch, length])
+        if (parts[span].start, parts[span].size) != (0, self.domain.length):
+            first = parts[span].start
+            kept = value_of(old).shape[next(i for i, dim in enumerate(tokens.dims) if parts[span] in dim)]
+            assert isinstance(kept, int)
+            node = make.call(aten.slice.Tensor, node, int(rows is not None), first, first + kept)
+        node = self._permuted(node, _inverse(order))
+        if not _is_split(tokens):
+            sizes = [self._eager_size(dim, scope) for dim in tokens.dims]
+            node = make.call(aten.reshape.default, node, sizes)
+        node = self._laid_out_as(value_of(old), node)
+        self.back[key] = node
+        return node
+
+    def _eager_size(self, dim: Any, scope: Scope) -> Any:
+        if any(isinstance(part, Span) for part in dim):
+            return -1
+        if any(isinstance(part, Rows) for part in dim):
+            return self._brought(self.batch, scope) if len(dim) == 1 else -1
+        size = 1
+        for part in dim:
+            size *= part
+        return size
+
+    def _size(self, part: Any, scope: Scope) -> Any:
+        return self._brought(self.batch, scope) if isinstance(part, Rows) else -1
+
+    def _permuted(self, node: fx.Node, order: list[int]) -> fx.Node:
+        return node if order == sorted(order) else self.make.call(aten.permute.default, node, order)
+
+    def _widened(self, node: fx.Node, span: Span, length: Any, others: int, ignored: int | None) -> fx.Node:
+        """``[B, span, ...]`` to all tokens: the others have numbers of one in the span, and labels that are ignored."""
+        if (span.start, span.size) == (0, self.domain.length) or value_of(node).shape[1] == 1:
+            return node
+        make = self.make
+        if ignored is None:
+            places = make.proxy(make.call(torch.arange, length, device=value_of(node).device)) - span.start
+            last = (make.proxy(node).size(1) - 1).node if not isinstance(span.size, int) else span.size - 1
+            return make.call(aten.index_select.default, node, 1, places.clamp(0, last).node)
+        behind = self.domain.length - span.start - span.size
+        if not isinstance(behind, int) and not behind.is_Integer:
+            raise GlueInvariantError("how many tokens are behind a slice of them is not known")
+        return make.call(aten.constant_pad_nd.default, node, [0, 0] * others + [span.start, int(behind)], ignored)
+
+    def _laid_out_as(self, expected: torch.Tensor, node: fx.Node) -> fx.Node:
+        found = value_of(node)
+        shape, strides = (tuple(map(expression, each)) for each in (found.shape, found.stride()))
+        layout = layout_of(expected) if expected.dim() <= 5 else None
+        if layout is None or has_layout(shape, strides, layout):
+            return node
+        node = self.make.call(aten.permute.default, node, list(layout))
+        node = self.make.call(aten.contiguous.default, node)
+        return self.make.call(aten.permute.default, node, _inverse(list(layout)))
+
+    # -- what is left
+
+    def erase(self) -> int:
+        """Erase what was written anew, and what was written for nothing.
+
+        Raises:
+            GlueInvariantError: something still reads the result of a body as it was.
+        """
+        for node in (each for scope in self.numbering.scopes for each in reversed(scope.module.graph.nodes)):
+            if not node.users and node.op.startswith("call_") and (node in self.rewritten or node not in self.old):
+                node.graph.erase_node(node)
+        inputs = [each for scope in self.numbering.scopes if scope.call for each in scope.call.placeholders]
+        left = [each for each in self.rewritten if not each._erased]
+        erased = len(self.rewritten) - len(left) + erase_dead(self.numbering, [*inputs, *left])
+        for old in self.changed:
+            if old is not None and not old._erased and old.users:
+                raise GlueInvariantError(f"'{next(iter(old.users))}' reads '{old.name}', which holds other rows now")
+        return erased
+
+
+def _places(parts: tuple[Any, ...]) -> tuple[int | None, int, list[int]]:
+    rows = next((i for i, part in enumerate(parts) if isinstance(part, Rows)), None)
+    span = next(i for i, part in enumerate(parts) if isinstance(part, Span))
+    return rows, span, [i for i in range(len(parts)) if i not in (rows, span)]
+
+
+def _is_split(tokens: Tokens) -> bool:
+    return all(len(dim) == 1 for dim in tokens.dims)
+
+
+def _inverse(order: list[int]) -> list[int]:
+    return [order.index(i) for i in range(len(order))]

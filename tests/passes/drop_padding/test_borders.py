@@ -1,0 +1,152 @@
+"""Where tokens are put back: outputs, pooling, shifted losses, and labels that break the contract."""
+
+import pytest
+import torch
+from torch import nn
+
+from glue_compiler.testing import assert_rewritten, assert_untouched, capture, run_pass
+from tests.passes.drop_padding.padded_batches import WORDS, Layer, assert_same_step, batch, compiled
+
+
+def both(model, *given):
+    found = []
+    for function in (model, compiled(model)):
+        result = function(*given)
+        gradients = torch.autograd.grad(result.square().sum(), model.words.weight)
+        found.append((result, *gradients))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["right", "left", "holes", "none"])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_hidden_states_are_zeros_where_padding_was(kind, is_causal):
+    ids, mask, labels = batch(kind)
+    model = Layer(is_causal=is_causal)
+    assert_same_step(model, model, compiled(model), (ids, mask, labels))
+    hidden = compiled(model)(ids, mask)
+    assert not hidden[mask == 0].any()
+    torch.testing.assert_close(hidden[mask == 1], model(ids, mask)[mask == 1])
+
+
+def test_a_batch_of_one():
+    model = Layer()
+    for kind in ("none", "right"):
+        assert_same_step(model, model, compiled(model), batch(kind, rows=1))
+    ids, mask, labels = batch("none", rows=1)
+    mask[:, -3:] = 0
+    labels[:, -3:] = -100
+    assert_same_step(model, model, compiled(model), (ids, mask, labels))
+
+
+def averaged(model, x, mask):
+    seen = mask.unsqueeze(-1).expand(x.size()).to(x.dtype)
+    return (x * seen).sum(1) / seen.sum(1).clamp(min=1e-9)
+
+
+def filled(model, x, mask):
+    return x.masked_fill(mask.unsqueeze(-1) == 0, 0).sum(1) / mask.sum(1, keepdim=True)
+
+
+def filled_by_seen(model, x, mask):
+    return torch.where(mask.bool()[..., None], x, 0.0).sum(1)
+
+
+@pytest.mark.parametrize("pool", [averaged, filled, filled_by_seen], ids=lambda pool: pool.__name__)
+def test_pooling_of_what_the_mask_has_made_zero(pool):
+    model = Layer(pool)
+    given = batch("holes")[:2]
+    (graph,) = capture(model, *given)
+    assert_rewritten(run_pass(graph, "drop_padding", padding="drop"))
+    (result, gradient), (other, other_gradient) = both(model, *given)
+    torch.testing.assert_close(other, result)
+    torch.testing.assert_close(other_gradient, gradient)
+
+
+def filled_with_the_least(model, x, mask):
+    return x.masked_fill(mask.unsqueeze(-1) == 0, -1e9).amax(1)
+
+
+def averaged_by_another_mask(model, x, mask):
+    return (x * (mask.roll(1, 1)).unsqueeze(-1)).sum(1)
+
+
+@pytest.mark.parametrize("pool", [filled_with_the_least, averaged_by_another_mask], ids=lambda pool: pool.__name__)
+def test_pooling_of_anything_else_is_left_alone(pool):
+    (graph,) = capture(Layer(pool), *batch("holes")[:2])
+    assert_untouched(run_pass(graph, "drop_padding", padding="drop"))
+
+
+def test_pooling_of_the_last_token():
+    def last(model, x, mask):
+        return x[torch.arange(len(x)), mask.sum(1) - 1]
+
+    model = Layer(last)
+    (result, gradient), (other, other_gradient) = both(model, *batch("right")[:2])
+    torch.testing.assert_close(other, result)
+    torch.testing.assert_close(other_gradient, gradient)
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+def test_a_loss_of_shifted_logits(is_early):
+    class Shifted(Layer):
+        def forward(self, ids, mask, labels):
+            hidden = self.attention(ids, mask)
+            logits = self.head(hidden)
+            shifted = self.head(hidden[:, :-1]) if is_early else logits[:, :-1].contiguous()
+            return nn.functional.cross_entropy(shifted.view(-1, WORDS), labels[:, 1:].reshape(-1)), logits
+
+    model = Shifted()
+    (graph,) = capture(model, *batch("right"))
+    assert_rewritten(run_pass(graph, "drop_padding", padding="drop"))
+    for kind in ("right", "left", "holes"):
+        assert_same_step(model, model, compiled(model), batch(kind))
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean", "none"])
+def test_reductions(reduction):
+    class Reduced(Layer):
+        def forward(self, ids, mask, labels):
+            logits = self.head(self.attention(ids, mask))
+            loss = nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction=reduction)
+            return loss.sum() / 7, logits
+
+    model = Reduced()
+    (graph,) = capture(model, *batch("right"))
+    assert_rewritten(run_pass(graph, "drop_padding", padding="drop"))
+    assert_same_step(model, model, compiled(model), batch("left"))
+
+
+def test_log_probabilities_of_tokens():
+    class Tokens(Layer):
+        def forward(self, ids, mask, labels):
+            logits = self.head(self.attention(ids, mask))
+            found = logits.log_softmax(-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1) * mask
+            return found.sum(), logits
+
+    model = Tokens()
+    (graph,) = capture(model, *batch("right"))
+    assert_rewritten(run_pass(graph, "drop_padding", padding="drop"))
+    assert_same_step(model, model, compiled(model), batch("holes"))
+
+
+def test_labels_that_count_at_hidden_tokens_are_an_error():
+    ids, mask, labels = batch("right")
+    model = Layer()
+    step = compiled(model)
+    step(ids, mask, labels)
+    labels[2, -1] = 3
+    with pytest.raises(ValueError, match="row 2 of a batch has labels that count"):
+        step(ids, mask, labels)
+
+
+def test_a_batch_that_is_hidden_whole_is_an_error():
+    ids, mask, labels = batch("right")
+    with pytest.raises(ValueError, match="hides all of its tokens"):
+        compiled(Layer())(ids, torch.zeros_like(mask), torch.full_like(labels, -100))
+
+
+def test_a_row_that_is_hidden_whole():
+    ids, mask, labels = batch("right")
+    mask[0], labels[0] = 0, -100
+    model = Layer(is_causal=False)
+    assert_same_step(model, model, compiled(model), (ids, mask, labels))
