@@ -80,6 +80,11 @@ class KnownLayers:
             return None
         return self._members.get(module) or self._kinds.get(_shape(module))
 
+    def have_hooks(self, kind: LayerKind) -> bool:
+        """Has a layer of this kind, or a module in one, hooks that others may not have?"""
+        layers = [layer for layer, its in self._members.items() if its is kind]
+        return any(layer_calls.has_hooks(module) for layer in layers for module in layer.modules())
+
     def runs_in_python(self, kind: LayerKind, frame: Any, record: Callable[[str], None]) -> bool:
         """Is a call of a layer left as it is? ``record`` is called with the reason, once for each."""
         own = layer_calls.object_among(frame.f_locals.values())

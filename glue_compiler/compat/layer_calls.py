@@ -40,6 +40,7 @@ REGIONS = Feature(
         "torch._dynamo.types:FrameAction.SKIP": ANY,
         "torch._dynamo.types:FrameExecStrategy": ANY,
         "torch._dynamo.config:recompile_limit": ANY,
+        "torch._dynamo.config:skip_nnmodule_hook_guards": ANY,
         "torch._dynamo.side_effects:SideEffects.load_cell": Uses(("self", "cellvar")),
         "torch._dynamo.variables:CellVariable": ANY,
         "torch._dynamo.variables:UserDefinedObjectVariable": ANY,
@@ -119,6 +120,14 @@ def is_never_converted(module: torch.nn.Module) -> bool:
 
     code = getattr(module.forward, "__code__", None)
     return code is None or bool(trace_rules.check(code))
+
+
+def has_hooks(module: torch.nn.Module) -> bool:
+    """Does a call of ``module`` itself run more than its ``forward``?"""
+    return any(vars(module).get(name) for name in _HOOKS)
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def run_in_python() -> Any:

@@ -17,6 +17,10 @@ _code_from: weakref.WeakKeyDictionary[types.CodeType, dict[int, types.CodeType]]
 """Code → index of an instruction → code from there on: the same for each conversion, as Dynamo's caches go by code."""
 
 
+_OF_LOCALS = {"locals", "vars", "dir", "eval", "exec", "_getframe", "currentframe"}
+"""What may be a function that sees the names of the function that calls it."""
+
+
 @dataclass(frozen=True)
 class Tail:
     """The instructions of a function from ``start``, behind the loop whose FOR_ITER is at ``head``.
@@ -33,7 +37,8 @@ def is_separable(frame: Any) -> bool:
     """Can code of the function that ``frame`` translates be a function of its own, its locals the arguments?"""
     code = frame.f_code
     shares_cells = bool(code.co_cellvars or code.co_freevars)
-    return frame.parent is None and not frame.block_stack and not shares_cells
+    looks_at_locals = not _OF_LOCALS.isdisjoint(code.co_names)
+    return frame.parent is None and not (frame.block_stack or shares_cells or looks_at_locals)
 
 
 def call_behind_loop(frame: Any, tail: Tail) -> None:

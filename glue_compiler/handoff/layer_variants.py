@@ -13,6 +13,7 @@ from torch import fx
 from glue_compiler.compat import checkpoint_tags, partition, runtime, saved_tensor_hooks
 from glue_compiler.fx.bodies import CHECKPOINT
 from glue_compiler.fx.copying import copy_graph_module
+from glue_compiler.fx.effects import EffectAnalysis, Kind
 from glue_compiler.handoff.hand_off import HandOff
 from glue_compiler.memory.layer_plan import Budget, LayerPlan, memory_on
 from glue_compiler.options import GlueOptions
@@ -88,7 +89,7 @@ def with_variants(hand_off: HandOff, plan: LayerPlan, kind: Hashable) -> HandOff
     ) -> Callable[..., Any]:
         editing = () if edit is None else (edit,)
         weight, states = _weight_in(inputs), _states_in(inputs)
-        if weight is None or states is None or not gm.graph.find_nodes(op="call_function", target=CHECKPOINT):
+        if weight is None or states is None or not _has_a_choice(gm):
             return hand_off(gm, inputs, options, uuid, *editing)
         plan.compiles()
         other = copy_graph_module(gm)
@@ -98,6 +99,14 @@ def with_variants(hand_off: HandOff, plan: LayerPlan, kind: Hashable) -> HandOff
         return LayerVariants(plan, kind, weight, states, computes_again, hand_off(other, inputs, options, key, keep))
 
     return compile_both
+
+
+def _has_a_choice(gm: fx.GraphModule) -> bool:
+    """Are there checkpoints, and would all that they hold be the same again? What they write to may not be."""
+    effects = EffectAnalysis.for_graph(gm)
+    checkpoints = gm.graph.find_nodes(op="call_function", target=CHECKPOINT)
+    done = [effects.of(gm, node) for node in checkpoints]
+    return bool(done) and not any(each.writes or each.kind is Kind.BARRIER for each in done)
 
 
 def _keep_all(joint: fx.GraphModule, num_outputs: int, partitioned: Callable[[], partition.Graphs]) -> partition.Graphs:

@@ -48,12 +48,13 @@ class Mixed:
 def mixed_documents(plan: AttentionPlan, reader: MaskReader) -> list[Mixed]:
     """Of the graph in which ``plan`` has proved documents; to be called before it is applied."""
     known: dict[fx.Node, None] = {}
-    lengths: dict[Any, None] = {}
+    lengths: dict[Any, Any] = {}
     for replacement in plan.replacements:
         documents = replacement.visibility.documents if replacement.visibility is not None else ()
         for name in {f.func.__name__ for vector in documents for f in vector.atoms(sympy.core.function.AppliedUndef)}:
             known[reader.leaves[name].node] = None
-            lengths[value_of(replacement.site.output).shape[-2]] = None
+            length = value_of(replacement.site.output).shape[-2]
+            lengths[expression(length)] = length
     if not known:
         return []
     operators = reader.operators
@@ -62,7 +63,7 @@ def mixed_documents(plan: AttentionPlan, reader: MaskReader) -> list[Mixed]:
         Mixed(node, how)
         for scope in operators.numbering.scopes
         for node in scope.module.graph.nodes
-        if (how := _how(node, operators, [*lengths])) and not graph.is_given_documents(node)
+        if (how := _how(node, operators, [*lengths.values()])) and not graph.is_given_documents(node)
     ]
 
 

@@ -273,6 +273,19 @@ def test_layers_with_a_cache_are_whole_between_steps_in_regions():
     assert run.regions.count("Layer x4") == 1
 
 
+@pytest.mark.parametrize("kind", [Layer, Checkpointed])
+@pytest.mark.parametrize("inside", [False, True])
+def test_hooks_of_one_layer_are_its_own(kind, inside):
+    """They are there before anything is compiled, where Dynamo would take those of the first layer for those of all."""
+    model = WithHead(layers(4, kind))
+    run = Run(model)
+    for each in (run.model, run.eager):
+        hooked = each.decoder.layers[2]
+        (hooked.q if inside else hooked).register_forward_hook(lambda module, given, made: made * 2)
+    run.step(ids()).step(ids())
+    assert run.regions
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"offload": "checkpoints"}, {"memory_budget": 10**9}])
 def test_plans_over_all_layers_keep_the_graph_whole(options, monkeypatch):

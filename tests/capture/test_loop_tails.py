@@ -159,6 +159,16 @@ class Closure(Model):
         return nn.functional.cross_entropy(head().flatten(0, 1), ids.flatten())
 
 
+class Locals(Model):
+    """Counts the names of the function, of which code behind the loop reads some."""
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.cross_entropy(self.head(x * len(locals())).flatten(0, 1), ids.flatten())
+
+
 class InContext(Model):
     def forward(self, ids):
         x = self.embedding(ids)
@@ -196,6 +206,14 @@ def test_what_is_not_proved_to_be_the_same_is_pythons(model):
     assert losses(run) == 0
     if model is LastState:
         run.step(ids(), layers=0)
+
+
+def test_code_that_looks_at_local_names_stays_in_its_function():
+    """Torch itself gives it a few more behind a break of the graph."""
+    run = Run(Locals())
+    run.compiled(ids())
+    assert run.regions
+    assert losses(run) == 0
 
 
 class Returns(Model):

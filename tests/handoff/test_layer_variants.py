@@ -154,6 +154,24 @@ def test_what_a_policy_must_recompute_is_not_kept(planned):
     assert found[0] < found[1]
 
 
+class Counts(Checkpointed):
+    def __init__(self, index=0):
+        super().__init__(index)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x, mask=None):
+        self.calls.add_(1)
+        return super().forward(x * self.calls, mask)
+
+
+def test_a_layer_that_reads_what_it_writes_has_no_choice(planned):
+    """In a recomputation it would read another number."""
+    run, plan = planned(lambda n: True, WithHead(layers(4, Counts)))
+    run.compiled(ids()).backward()
+    assert run.regions
+    assert not plan.asked
+
+
 def test_no_memory_for_a_layer_that_keeps(planned):
     run, plan = planned(lambda n: True, WithHead(layers(4, Checkpointed)))
     run.step(ids())

@@ -141,3 +141,17 @@ def test_what_keeps_documents_apart_is_not(mixes):
 
 def test_the_option_is_silent():
     assert run(convolution, mixed_documents="ignore") == []
+
+
+class AnyLength(Model):
+    def forward(self, x, positions):
+        documents = (positions.diff(prepend=positions[:, :1] - 1) != 1).cumsum(1)
+        mask = (documents[:, :, None] == documents[:, None, :]) & torch.ones(x.shape[1], x.shape[1]).bool().tril()
+        x = x + self.inner(x).cumsum(1)
+        return F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], attn_mask=mask[:, None])
+
+
+def test_lengths_that_vary():
+    run = compile_with_glue(AnyLength(None), passes={"specialize_attention": True}, dynamic=True)
+    with pytest.warns(GlueDocumentsWarning, match="a running sum"):
+        run.call(torch.randn(1, LENGTH, WIDTH).double(), POSITIONS)
