@@ -13,7 +13,7 @@ from weakref import WeakSet
 from torch import fx
 
 from glue_compiler import capture
-from glue_compiler.compat import features, versions
+from glue_compiler.compat import features, recompile, versions
 from glue_compiler.deferred.outputs import defer_outputs
 from glue_compiler.fx.effects import EffectAnalysis
 from glue_compiler.handoff import watchers
@@ -21,7 +21,7 @@ from glue_compiler.handoff.distinct_results import keep_apart, results_apart
 from glue_compiler.handoff.fallback import StepPasses, compile_step
 from glue_compiler.handoff.forward_mode import refuse_tangents
 from glue_compiler.handoff.hand_off import HandOff, hand_off, hand_off_in_parts
-from glue_compiler.handoff.layer_variants import LayerPlans, are_several_ranks, with_variants
+from glue_compiler.handoff.layer_variants import LayerPlans, with_variants
 from glue_compiler.handoff.masks import guard_masks, look_at_masks, remember_masks
 from glue_compiler.memory.budget import in_bytes
 from glue_compiler.options import GlueOptions, extra_passes_in, parse_options
@@ -65,17 +65,17 @@ class GlueBackend:
     ) -> Callable[..., Any]:
         versions.warn_if_untested()
         pipeline = self._pipeline_for({"mode": mode, "options": options})
+        effects = EffectAnalysis.for_graph(gm)
         layers, hand, layer_plan = self.known_layers.converting, self._hand_off, None
         if self.known_layers.are_found and pipeline.options.memory_budget is not None:
             if layers is not None:
                 layer_plan = self.layer_plans.plan_for(example_inputs, pipeline.options.memory_budget)
             if layers is not None and layer_plan is not None:
-                hand = with_variants(hand, layer_plan, layers)
+                hand = with_variants(hand, layer_plan, layers, effects)
             pipeline = pipeline.with_options(dataclasses.replace(pipeline.options, memory_budget=None))
         asked = pipeline.options.memory_budget
         corrected, planned = self.replanner.graph(gm, in_bytes(pipeline.options, example_inputs), asked)
         pipeline = pipeline.with_options(corrected)
-        effects = EffectAnalysis.for_graph(gm)
         capture.check_leaves(gm, effects)
         groups, masks = results_apart(gm), look_at_masks(gm)
         observer = watchers.watch(corrected, self._session_for(corrected), planned, layers, layer_plan)
@@ -140,7 +140,7 @@ class GlueBackend:
             loops = functools.reduce(operator.or_, (p.proves_loops for p in pipeline.passes), loops)
             how = capture.Capture.LOOPS if loops else capture.Capture.VALUES
         refusal = None if options.offload is None else "'offload' looks at all layers of a step"
-        if options.memory_budget is not None and are_several_ranks():
+        if options.memory_budget is not None and recompile.several_ranks():
             refusal = "on several ranks 'memory_budget' looks at all layers of a step"
         return capture.Asked(how, options.regions == "auto", refusal, loops)
 

@@ -68,42 +68,27 @@ class LayerPlans:
         self._plans.clear()
 
 
-def are_several_ranks() -> bool:
-    """Plans of layers would differ between them, and what a layer does again in backward may be a collective."""
-    return (
-        torch.distributed.is_available()
-        and torch.distributed.is_initialized()
-        and torch.distributed.get_world_size() > 1
-    )
-
-
-def with_variants(hand_off: HandOff, plan: LayerPlan, kind: Hashable) -> HandOff:
-    """``hand_off``, which compiles a layer of this kind twice, if it has a checkpoint."""
+def with_variants(hand_off: HandOff, plan: LayerPlan, kind: Hashable, effects: EffectAnalysis) -> HandOff:
+    """``hand_off``, which compiles a layer of this kind twice, if it has a checkpoint. ``effects``: of its graph."""
 
     def compile_both(
-        gm: fx.GraphModule,
-        inputs: Sequence[Any],
-        options: GlueOptions,
-        uuid: bytes | None,
-        edit: partition.Edit | None = None,
+        gm: fx.GraphModule, inputs: Sequence[Any], options: GlueOptions, uuid: bytes | None, *edit: partition.Edit
     ) -> Callable[..., Any]:
-        editing = () if edit is None else (edit,)
         weight, states = _weight_in(inputs), _states_in(inputs)
-        if weight is None or states is None or not _has_a_choice(gm):
-            return hand_off(gm, inputs, options, uuid, *editing)
+        if weight is None or states is None or not _has_a_choice(gm, effects):
+            return hand_off(gm, inputs, options, uuid, *edit)
         plan.compiles()
         other = copy_graph_module(gm)
-        computes_again = hand_off(gm, inputs, options, uuid, *editing)
-        keep = replace(edit or partition.Edit(lambda *_: None), joint=_keep_all)
+        computes_again = hand_off(gm, inputs, options, uuid, *edit)
+        keep = replace(edit[0] if edit else partition.Edit(lambda *_: None), joint=_keep_all)
         key = None if uuid is None else hashlib.sha256(uuid + b"keeps").digest()
         return LayerVariants(plan, kind, weight, states, computes_again, hand_off(other, inputs, options, key, keep))
 
     return compile_both
 
 
-def _has_a_choice(gm: fx.GraphModule) -> bool:
+def _has_a_choice(gm: fx.GraphModule, effects: EffectAnalysis) -> bool:
     """Are there checkpoints, and would all that they hold be the same again? What they write to may not be."""
-    effects = EffectAnalysis.for_graph(gm)
     checkpoints = gm.graph.find_nodes(op="call_function", target=CHECKPOINT)
     done = [effects.of(gm, node) for node in checkpoints]
     return bool(done) and not any(each.writes or each.kind is Kind.BARRIER for each in done)
@@ -119,11 +104,7 @@ def _weight_in(inputs: Sequence[Any]) -> int | None:
 
 
 def _states_in(inputs: Sequence[Any]) -> int | None:
-    """The input that a layer's activations grow with: the largest one that is made by the step."""
-    sizes = {
-        i: value.dim()
-        for i, value in enumerate(inputs)
-        if isinstance(value, torch.Tensor) and value.is_floating_point() and not isinstance(value, torch.nn.Parameter)
-    }
-    asks = [i for i in sizes if inputs[i].requires_grad]
-    return next(iter(asks or sizes), None)
+    """The input that a layer's activations grow with: the first that asks for a gradient, or that is floating."""
+    made = [i for i, value in enumerate(inputs) if isinstance(value, torch.Tensor) and value.is_floating_point()]
+    made = [i for i in made if not isinstance(inputs[i], torch.nn.Parameter)]
+    return next((i for i in made if inputs[i].requires_grad), next(iter(made), None))

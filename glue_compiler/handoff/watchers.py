@@ -10,7 +10,6 @@ from glue_compiler.memory.layer_plan import LayerPlan
 from glue_compiler.options import GlueOptions
 from glue_compiler.pipeline.observer import Observer, Observers
 from glue_compiler.replan.replanner import PlannedGraph
-from glue_compiler.report.graph_report import GraphReport
 from glue_compiler.report.observers import GraphObserver, ReportObserver
 from glue_compiler.report.progress import ProgressLine, terminal
 from glue_compiler.report.session import Session, session_for
@@ -45,12 +44,7 @@ def watch(
         planned.report_to(reporting.report, session)
         found.append(planned)
     if layer_plan is not None:
-        layer_plan.told.append(functools.partial(_note_plan, reporting.report, session))
+        layer_plan.told.append(functools.partial(session.show_plan, reporting.report))
     if options.verify:
         found.append(GraphCheck(reporting.report, options, session.folder))
     return Observers(*found)
-
-
-def _note_plan(report: GraphReport, session: Session, text: str) -> None:
-    report.replan = text
-    session.show(report, [])

@@ -41,14 +41,16 @@ def in_bytes(options: GlueOptions, inputs: Sequence[Any]) -> GlueOptions:
             stacklevel=2,
         )
         return dataclasses.replace(options, memory_budget=None)
-    found = _free(memory, tensors) if budget == "auto" else int(float(budget) * memory.total)
-    return dataclasses.replace(options, memory_budget=found)
+    # What the inputs hold already counts in a step's peak.
+    found = limit_of(budget, memory, _bytes_of(tensors))
+    return dataclasses.replace(options, memory_budget=found // GRAIN * GRAIN if budget == "auto" else found)
 
 
-def _free(memory: DeviceMemory, inputs: Sequence[torch.Tensor]) -> int:
-    """What a step may take: what is free, and what its inputs hold already, for they count in its peak."""
-    room = memory.free + memory.unused + _bytes_of(inputs) - int(MARGIN * memory.total)
-    return max(0, room // GRAIN * GRAIN)
+def limit_of(budget: float | str, memory: DeviceMemory, held: int) -> int:
+    """What a step may take of a device: a share, or for ``"auto"`` what is free, with what it has ``held`` so far."""
+    if budget != "auto":
+        return int(float(budget) * memory.total)
+    return max(0, memory.free + memory.unused + held - int(MARGIN * memory.total))
 
 
 def _bytes_of(tensors: Sequence[torch.Tensor]) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,8 +17,8 @@ from typing import Any, Protocol
 import torch
 
 from glue_compiler.byte_sizes import with_unit
-from glue_compiler.memory.budget import MARGIN
-from glue_compiler.ops.device_memory import memory_of, size_of
+from glue_compiler.memory.budget import limit_of
+from glue_compiler.ops.device_memory import memory_of
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ class Memory(Protocol):
 
 
 @dataclass(frozen=True)
-class DeviceMemory:
+class CudaMemory:
     """Of a CUDA device. Torch's statistics are read and never reset: they are the user's."""
 
     device: torch.device
@@ -51,15 +52,13 @@ class DeviceMemory:
     def limit(self, budget: Budget) -> int:
         if isinstance(budget, int):
             return budget
-        if isinstance(budget, float):
-            return int(budget * (size_of(self.device) or 0))
         memory = memory_of(self.device)
         assert memory is not None
-        return self.allocated() + memory.free + memory.unused - int(MARGIN * memory.total)
+        return limit_of(budget, memory, self.allocated())
 
 
 def memory_on(device: torch.device) -> Memory | None:
-    return DeviceMemory(device) if device.type == "cuda" else None
+    return CudaMemory(device) if device.type == "cuda" else None
 
 
 def last_that_fit(layers: dict[int, Hashable], extra: Mapping[Hashable, float], room: float) -> list[int]:
@@ -107,7 +106,9 @@ class LayerPlan:
         """Units of a step → the most that it takes beside what layers keep."""
         self._waiting: list[weakref.ref[_Round]] = []
         self._units, self._rounds, self._most_rounds = 0, 0, 1
-        self._kept, self._peak, self._steps = 0.0, 0, 0
+        self._kept: Counter[Hashable] = Counter()
+        """Kind → units of the calls of this step that keep."""
+        self._peak, self._steps = 0, 0
         self._has_compiled, self._measures = True, True
         self._limit: int | None = None
 
@@ -135,7 +136,7 @@ class LayerPlan:
             grown = (self._memory.allocated() - before) / max(1, units)
             self._grown[kind, kept] = min(grown, self._grown.get((kind, kept), grown))
         if kept:
-            self._kept += self._extra().get(kind, 0.0) * units
+            self._kept[kind] += units
         if layer == next(iter(self._layers)):
             self._wait_for_backward(outputs)
 
@@ -172,7 +173,7 @@ class LayerPlan:
     def _begin_step(self, units: int) -> None:
         self._look_back()
         self._most_rounds = max(self._most_rounds, self._rounds)
-        self._units, self._rounds, self._kept, self._has_compiled = units, 0, 0.0, False
+        self._units, self._rounds, self._kept, self._has_compiled = units, 0, Counter(), False
         self._steps += 1
         self._peak = self._memory.peak()
         keeping = frozenset(self._choose(units))
@@ -192,8 +193,8 @@ class LayerPlan:
         """At the step that is over: what did it take beside what layers have kept?"""
         if self._has_compiled or not self._rounds:
             return
-        peak = self._memory.peak()
-        besides = peak - int(self._kept)
+        peak, extra = self._memory.peak(), self._extra()
+        besides = peak - int(sum(extra.get(kind, 0.0) * units for kind, units in self._kept.items()))
         known = self._besides.get(self._units, besides)
         if self._limit is not None and peak > max(self._peak, self._limit):
             for units in self._besides:

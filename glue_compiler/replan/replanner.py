@@ -311,8 +311,7 @@ class PlannedGraph(Observer):
     def tell(self, text: str) -> None:
         log.info("%s", text)
         if self._report is not None and self._session is not None:
-            self._report.replan = text
-            self._session.show(self._report, [])
+            self._session.show_plan(self._report, text)
 
 
 class _Followed:

@@ -63,6 +63,11 @@ class Session:
                 self.folder.write(f"graph_{report.id:03d}/00_unchanged.py", unchanged)
             self._write_summary(self.folder)
 
+    def show_plan(self, report: GraphReport, text: str) -> None:
+        """What steps have shown about a graph's plan, behind its compile."""
+        report.replan = text
+        self.show(report, [])
+
     def add_capture_event(self, event: CaptureEvent) -> None:
         with self._lock:
             if self.keeps:

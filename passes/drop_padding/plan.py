@@ -17,7 +17,7 @@ from glue_compiler.fx.operators import OWN, UNTRACKED, Call, Operators, Value, g
 from glue_compiler.fx.value_numbering import Scope
 from glue_compiler.fx.values import StorageKey, Symbolic, expression, leaves, storages_of, value_of
 from glue_compiler.passes.drop_padding.domain import Attention, Domain
-from glue_compiler.passes.drop_padding.rules import begins, mapped, rule_of
+from glue_compiler.passes.drop_padding.rules import begins, rule_of
 from glue_compiler.passes.drop_padding.steps import Entering, Reading, Same, Step
 from glue_compiler.passes.drop_padding.token_facts import Tokens, is_token, plain
 from glue_compiler.passes.specialize_attention.mask_reader import MaskReader
@@ -318,7 +318,8 @@ class _Planner:
                 return self._symbol(value, at)
             return each
 
-        return replace(step, arguments={name: mapped(each, argument) for name, each in step.arguments.items()})
+        arguments = {name: fx.node.map_aggregate(each, argument) for name, each in step.arguments.items()}
+        return replace(step, arguments=arguments)
 
     def _symbol(self, symbol: Any, at: fx.Node) -> Value:
         for node in at.graph.nodes:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import fx
 
 from glue_compiler.fx.flow import CONVERSIONS, Refused
 from glue_compiler.fx.operators import Value
@@ -59,7 +60,7 @@ def _elementwise(made: Reading) -> Step:
             return value
         return made.entering(value, dims)
 
-    changes = {name: mapped(value, argument) for name, value in given.items()}
+    changes = {name: fx.node.map_aggregate(value, argument) for name, value in given.items()}
     entering = [each for each in leaves(list(changes.values())) if isinstance(each, Entering)]
     result = Tokens(_result_dims(dims, made.shape), _is_zero(made, found, entering))
     return made.as_called([result] * len(made.result_shapes), **changes)
@@ -84,10 +85,6 @@ def _is_zero(made: Reading, found: list[Tokens], entering: list[Entering]) -> bo
 
 def _is_number_zero(value: Any) -> bool:
     return isinstance(value, int | float) and value == 0
-
-
-def mapped(value: Any, convert: Callable[[Any], Any]) -> Any:
-    return tuple(mapped(each, convert) for each in value) if isinstance(value, tuple | list) else convert(value)
 
 
 def _same_numbers(made: Reading) -> Step:

@@ -11,7 +11,8 @@ from torch import fx
 
 from glue_compiler.capture.regions import Loops
 from glue_compiler.fx import bodies
-from glue_compiler.passes.roll_loops.read import Refused, loops_in, read
+from glue_compiler.fx.flow import Refused
+from glue_compiler.passes.roll_loops.read import loops_in, read
 from glue_compiler.passes.roll_loops.write import write
 from glue_compiler.pipeline.graph_pass import GraphPass, PassContext, PassResult
 from glue_compiler.pipeline.results import Numerics, Skip
@@ -35,8 +36,8 @@ class RollLoops(GraphPass):
             for steps in found:
                 try:
                     read(module, steps, context.effects)
-                except Refused as reason:
-                    skips.append(Skip.at((*steps.first, *steps.second)[0], f"a loop of steps: {reason}"))
+                except Refused as refusal:
+                    skips.append(Skip.at((*steps.first, *steps.second)[0], f"a loop of steps: {refusal.reason}"))
                     continue
                 # Two steps stand for all in this graph: without fuel the frame is converted again.
                 if context.fuel.take(f"roll the loop at {steps.first[0].name}"):

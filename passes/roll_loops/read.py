@@ -14,6 +14,7 @@ from torch import fx
 from glue_compiler.capture.counted_loops import HELD, STEP, TRACED, CountedLoop
 from glue_compiler.capture.regions import REGIONS
 from glue_compiler.fx.effects import EffectAnalysis, Kind
+from glue_compiler.fx.flow import Refused
 from glue_compiler.fx.values import (
     expression,
     is_plain,
@@ -24,10 +25,6 @@ from glue_compiler.fx.values import (
     tensors_in,
     value_of,
 )
-
-
-class Refused(Exception):
-    """Says why a loop stays unrolled."""
 
 
 class Number:
