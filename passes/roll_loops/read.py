@@ -54,6 +54,7 @@ class EqualSteps:
         count: how many steps there are, an int or where to read it: a tensor and the dimension of that size.
         arguments: of the nodes of step 1, with ``NUMBER``. Nodes of step 0 in them stand for what the step before made.
         fixed: other values that steps read.
+        needed: the nodes of step 1 that compute what is used after the loop.
     """
 
     loop: CountedLoop
@@ -64,6 +65,7 @@ class EqualSteps:
     autocast: tuple[tuple[Any, ...], ...] = ()
     states: list[State] = field(default_factory=list)
     fixed: list[fx.Node] = field(default_factory=list)
+    needed: set[fx.Node] = field(default_factory=set)
 
 
 def loops_in(gm: fx.GraphModule) -> Iterator[EqualSteps]:
@@ -95,12 +97,15 @@ def read(gm: fx.GraphModule, steps: EqualSteps, effects: EffectAnalysis) -> None
     _check_names(gm, steps, matching)
     _check_order(gm, steps)
     used = [node for node in steps.second if any(user not in matching.second for user in node.users)]
+    steps.needed = _needed(steps, matching, used)
     image = {second: first for first, second in matching.image.items()}
-    firsts = dict.fromkeys([*matching.carried, *(image[node] for node in used)])
+    carried = (first for first in matching.carried if matching.image[first] in steps.needed)
+    firsts = dict.fromkeys([*carried, *(image[node] for node in used)])
     steps.states = [State(node, matching.image[node]) for node in firsts]
     _check_states(steps)
     steps.states += [State(node, node) for node in written]
-    steps.fixed = [node for node in steps.fixed if node not in written]
+    read_by_needed = {each for node in steps.needed for each in node.all_input_nodes}
+    steps.fixed = [node for node in steps.fixed if node not in written and node in read_by_needed]
     steps.count = _count(steps)
 
 
@@ -163,6 +168,19 @@ class _Matching:
         else:
             raise Refused("its first two steps have other arguments")
         return second
+
+
+def _needed(steps: EqualSteps, matching: _Matching, used: list[fx.Node]) -> set[fx.Node]:
+    """A state that nothing reads has no part in gradients: zeros times what is not finite would be NaN."""
+    found: set[fx.Node] = set()
+    waiting = [*used, *(node for node in steps.second if node.target is operator.setitem)]
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            given = (matching.image.get(each, each) for each in node.all_input_nodes)
+            waiting += [each for each in given if each in matching.second]
+    return found
 
 
 def _written(gm: fx.GraphModule, steps: EqualSteps, effects: EffectAnalysis) -> list[fx.Node]:

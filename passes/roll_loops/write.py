@@ -58,7 +58,7 @@ def _body(steps: EqualSteps, fixed: list[fx.Node]) -> fx.GraphModule:
             return slice(*map(argument, (value.start, value.stop, value.step)))
         return number if isinstance(value, Number) else known[value] if isinstance(value, fx.Node) else value
 
-    for i, node in enumerate(steps.second):
+    for i, node in enumerate(each for each in steps.second if each in steps.needed):
         args, kwargs = steps.arguments[node]
         known[node] = graph.create_node(node.op, node.target, argument(args), argument(kwargs), name=f"made_{i}")
     graph.output(tuple(known[state.second] for state in steps.states))

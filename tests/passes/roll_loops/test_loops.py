@@ -140,3 +140,23 @@ def test_switched_off_it_is_unrolled():
     run = compile_with_glue(loops.recurrence, passes={"roll_loops": False})
     assert_as_eager(run.call, loops.recurrence, loops.inputs(10))
     assert not run.graph.graph.find_nodes(op="call_function", target=torch.ops.glue.counted_loop.default)
+
+
+def of_a_state_that_nothing_reads(x, a, state):
+    other = state.detach() + 1
+    for i in range(x.shape[1]):
+        state = state * a[:, i].cos() + x[:, i]
+        other = other.cos() + state
+    return (state,)
+
+
+def test_a_state_that_nothing_reads_has_no_part_in_gradients():
+    """Else zeros are multiplied with what is not finite."""
+    run, (x, a, state) = compiled(of_a_state_that_nothing_reads), loops.inputs(10)
+    with torch.no_grad():
+        state[0, 0] = torch.inf
+    (found,), (wanted,) = (fn(x, a, state) for fn in (run.call, of_a_state_that_nothing_reads))
+    assert rolled(run) == 1
+    gradients = [torch.autograd.grad(each.sum(), [x, state]) for each in (found, wanted)]
+    torch.testing.assert_close(gradients[0], gradients[1])
+    assert gradients[1][0].isfinite().all()
