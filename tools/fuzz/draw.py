@@ -34,6 +34,7 @@ class Drawn:
     inputs: tuple[str, ...]
     compiled: tuple[str, ...] = ("f",)
     zero_for_none: bool = False
+    options: tuple[tuple[str, object], ...] = ()
 
 
 class Draw:
@@ -102,7 +103,10 @@ class Draw:
         return f"{prefix}{self._count}"
 
     def emit(self, text: str, plain: str = "", *, twist: bool = False) -> None:
-        statement = Statement(text, plain=plain, twist=twist or self._twisting)
+        self.add(Statement(text, plain=plain, twist=twist or self._twisting))
+
+    def add(self, statement: Statement) -> None:
+        """One that is drawn."""
         self._lines[-1].append(statement)
 
     def let(self, prefix: str, expression: str, dtype: str, dims: int, plain: str = "") -> str:

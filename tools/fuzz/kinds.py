@@ -11,8 +11,10 @@ from tools.fuzz.callers import BETWEEN, BETWEEN_FOR_INPUTS, draw_refill, draw_st
 from tools.fuzz.draw import Draw, Drawn
 from tools.fuzz.experts import draw_experts
 from tools.fuzz.layers import draw_layers, draw_regions
+from tools.fuzz.loops import draw_loops
 from tools.fuzz.losses import draw_losses
 from tools.fuzz.metadata import draw_metadata
+from tools.fuzz.padding import draw_padding
 from tools.fuzz.programs import Call, Program, Statement, Step
 from tools.fuzz.settings import draw_settings
 from tools.fuzz.steps import draw_steps
@@ -22,8 +24,10 @@ KINDS: dict[str, Callable[[Draw], Drawn]] = {
     "attention": draw_attention,
     "experts": draw_experts,
     "layers": draw_layers,
+    "loops": draw_loops,
     "losses": draw_losses,
     "metadata": draw_metadata,
+    "padding": draw_padding,
     "regions": draw_regions,
     "steps": draw_steps,
 }
@@ -77,11 +81,11 @@ def draw_program(
         if compiled == ("f",) and draw.chance(0.4) and not plain:
             compiled = ("region",)  # as layers are that are compiled one by one
     passes: dict[str, bool] = {}
-    options: tuple[tuple[str, object], ...] = ()
+    options = drawn.options
     if kind == "steps" or (draw.chance(0.1) and not draw.small):
         budget = int(10 ** draw.random.uniform(1.5, 5))
         passes["plan_memory"] = True
-        options = (("memory_budget", budget),)
+        options = (*options, ("memory_budget", budget))
         if not draw.small:
             calls.append(Call("fresh", 4, context))  # a plan may be made again behind the first ones
     if kind == "regions":
@@ -91,7 +95,8 @@ def draw_program(
     # A plan may keep an output or an input for backward that eager does not (docs/plan_memory.md).
     is_planned = "memory_budget" in dict(options)
     between = "pass" if plain or is_planned else draw.mostly("pass", *BETWEEN, share=0.9)
-    may_write = between == "pass" and not plain and not is_planned
+    # Nor may a caller write the mask of a padded batch: one that hides all is an error.
+    may_write = between == "pass" and not plain and not is_planned and "padding" not in dict(options)
     written = draw.integer(0, len(drawn.inputs) - 1) if may_write and draw.chance(0.08) else None
     if written is not None:
         between = draw.pick(*BETWEEN_FOR_INPUTS)
