@@ -328,16 +328,19 @@ class _Writer:
         Raises:
             GlueInvariantError: something still reads the result of a body as it was.
         """
-        for node in (each for scope in self.numbering.scopes for each in reversed(scope.module.graph.nodes)):
-            if not node.users and node.op.startswith("call_") and (node in self.rewritten or node not in self.old):
-                node.graph.erase_node(node)
         inputs = [each for scope in self.numbering.scopes if scope.call for each in scope.call.placeholders]
-        left = [each for each in self.rewritten if not each._erased]
-        erased = len(self.rewritten) - len(left) + erase_dead(self.numbering, [*inputs, *left])
+        left, before = list(self.rewritten), -1
+        while len(left) != before:  # what bodies do not take any more may have been all that used others
+            before = len(left)
+            for node in (each for scope in self.numbering.scopes for each in reversed(scope.module.graph.nodes)):
+                if not node.users and node.op.startswith("call_") and (node in self.rewritten or node not in self.old):
+                    node.graph.erase_node(node)
+            erase_dead(self.numbering, [each for each in (*inputs, *left) if not each._erased])
+            left = [each for each in left if not each._erased]
         for old in self.changed:
             if old is not None and not old._erased and old.users:
                 raise GlueInvariantError(f"'{next(iter(old.users))}' reads '{old.name}', which holds other rows now")
-        return erased
+        return sum(each._erased and each.op.startswith("call_") for each in self.old)
 
 
 def _places(parts: tuple[Any, ...]) -> tuple[int | None, int, list[int]]:

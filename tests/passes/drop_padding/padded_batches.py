@@ -72,9 +72,10 @@ class Layer(nn.Module):
         self.mix, self.is_causal, self.dropout = mix, is_causal, dropout
 
     def attention(self, ids: Tensor, mask: Tensor) -> Tensor:
-        rows, length = ids.shape
-        x = self.words(ids)
-        x = nn.functional.dropout(x, self.dropout, self.training)
+        return self.attended(nn.functional.dropout(self.words(ids), self.dropout, self.training), mask)
+
+    def attended(self, x: Tensor, mask: Tensor) -> Tensor:
+        rows, length = mask.shape
         split = self.projections(x).view(rows, length, 3, 2, 8).permute(2, 0, 3, 1, 4)
         shown = mask.bool()[:, None, None, :].expand(rows, 1, length, length)
         if self.is_causal:

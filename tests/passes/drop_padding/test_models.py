@@ -3,10 +3,12 @@
 import pytest
 import torch
 import transformers
+from torch import nn
 from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
 
 from glue_compiler.testing import assert_rewritten, assert_untouched, capture, run_pass
-from tests.passes.drop_padding.padded_batches import WORDS, assert_same_step, batch, compiled
+from tests.passes.drop_padding.padded_batches import WORDS, Layer, assert_same_step, batch, compiled
 
 SIZES = {"vocab_size": WORDS, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 WIDE = {**SIZES, "intermediate_size": 24}
@@ -143,3 +145,17 @@ def test_autocast():
     assert (other_logits.dtype, other_loss.dtype) == (logits.dtype, loss.dtype)
     torch.testing.assert_close(other_loss, loss, rtol=1e-2, atol=1e-2)
     torch.testing.assert_close(other_logits[mask == 1], logits[mask == 1], rtol=3e-2, atol=3e-2)
+
+
+class Three(Layer):
+    def forward(self, ids, mask, labels):
+        hidden = checkpoint(self.attended, self.words(ids), mask, use_reentrant=False)
+        hidden = self.attended(hidden, mask)
+        hidden = checkpoint(self.attended, hidden, mask, use_reentrant=False)
+        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten()), hidden
+
+
+def test_a_layer_between_checkpoints():
+    """An operand of the second is all that uses the attention of the layer in front of it."""
+    model = Three()
+    assert_same_step(model, model, compiled(model), batch("holes"))
