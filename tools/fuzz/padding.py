@@ -113,7 +113,7 @@ class _Mask:
         ).format(at=draw.at)
         seen = f"{key} & ({causal})" if self.is_causal else draw.pick(key, f"{key}.expand(B, 1, T, T)")
         if draw.chance(0.02):
-            seen = draw.pick(f"{key} & shown[:, None, :, None]", f"({seen}) & shown.roll(1, 1)[:, None, None, :]")
+            seen = f"({seen}) & shown[:, None, :, None]"
         draw.emit(f"mask = {seen}")
         self.is_added = draw.chance(0.4)
         if self.is_added:
@@ -208,8 +208,6 @@ def _attention(draw: Draw, mask: _Mask) -> None:
         "(F.linear(hidden, w).unflatten(-1, (HEADS, -1)).transpose(1, 2) for w in joint.chunk(3))",
     )
     draw.emit(f"{q}, {k}, {v} = {split}")
-    draw.values += [Value(name, "float", 4) for name in (q, k, v)]
-    draw.maybe_twist()
     if draw.chance(0.2):
         draw.need("turned", TURNED)
         draw.emit(f"{q}, {k} = turned({q}), turned({k})")
@@ -237,14 +235,14 @@ def _results(draw: Draw) -> list[str]:
     found = []
     how = draw.pick("loss", "loss", "loss", "loss", "hidden", "pooled")
     if how == "pooled":
-        found.append(draw.let("pooled", draw.mostly(draw.pick(*POOLED), *POOLED_OF_PADDING), "float", 2))
+        found.append(draw.let("pooled", draw.mostly(draw.pick(*POOLED), *POOLED_OF_PADDING, share=0.8), "float", 2))
     if how == "hidden" or draw.chance(0.3):
         found.append("hidden")
     if how == "loss":
         rows = draw.mostly("hidden", "F.layer_norm(hidden, (SIZE,), gain)")
         head = draw.mostly("F.linear({}, words)", "F.linear({}, words, bias)", "{} @ words.t() + bias")
         logits = draw.let("logits", head.format(rows), "float", 3)
-        loss = draw.mostly(draw.pick(*LOSSES), UNREAD).format(logits, classes=f"{logits}.shape[-1]")
+        loss = draw.mostly(draw.pick(*LOSSES), UNREAD, share=0.95).format(logits, classes=f"{logits}.shape[-1]")
         draw.precision = "float32" if ".float()" in loss and draw.precision == "float64" else draw.precision
         found.insert(0, draw.let("loss", loss, "float", 0))
         if draw.chance(0.5):
