@@ -36,9 +36,10 @@ def draw_padding(draw: Draw) -> Drawn:
 
 def _made(draw: Draw) -> tuple[Statement, ...]:
     def weight(name: str, sizes: str, scale: str = " * 0.5") -> Statement:
-        grad = draw.mostly(".requires_grad_()", "", share=0.9)
+        grad = draw.mostly("", ", requires_grad=False", share=0.9)
         text = f"torch.randn({sizes}, dtype=FLOAT, generator=g{draw.at})"
-        return Statement(f"{name} = ({text}{scale}){grad}")
+        # The sizes of parameters are never dynamic.
+        return Statement(f"{name} = torch.nn.Parameter({text}{scale}{grad})")
 
     how = draw.pick("right", "right", "left", "left", "holes", "holes", "none", "any", "any")
     dtype = draw.mostly("", ".bool()", ".int()", ".to(FLOAT)")
