@@ -54,7 +54,7 @@ class _Writer:
         self.rewritten: dict[fx.Node, None] = {}
         returned = [value for each in plan.results.values() for value, _, _ in each]
         self.changed = [self.operators.node_of(value) for value in returned]
-        self.old = {node for scope in self.numbering.scopes for node in scope.module.graph.nodes}
+        self.old = dict.fromkeys(node for scope in self.numbering.scopes for node in scope.module.graph.nodes)
 
     def begin(self) -> None:
         """What is known of the batch, once, in front of all that reads it."""
@@ -335,7 +335,8 @@ class _Writer:
             for node in (each for scope in self.numbering.scopes for each in reversed(scope.module.graph.nodes)):
                 if not node.users and node.op.startswith("call_") and (node in self.rewritten or node not in self.old):
                     node.graph.erase_node(node)
-            erase_dead(self.numbering, [each for each in (*inputs, *left) if not each._erased])
+            calls = [each for each in self.old if not each._erased and each.op.startswith("call_")]
+            erase_dead(self.numbering, [*(each for each in inputs if not each._erased), *calls])
             left = [each for each in left if not each._erased]
         for old in self.changed:
             if old is not None and not old._erased and old.users:

@@ -159,3 +159,22 @@ def test_a_layer_between_checkpoints():
     """An operand of the second is all that uses the attention of the layer in front of it."""
     model = Three()
     assert_same_step(model, model, compiled(model), batch("holes"))
+
+
+class Two(Layer):
+    def attended(self, x, mask):
+        _ = x.shape, x.transpose(1, 2).size()  # bodies keep what nothing uses
+        return super().attended(x, mask)
+
+    def forward(self, ids, mask, labels):
+        hidden = self.words(ids)
+        for _ in range(2):
+            hidden = checkpoint(self.attended, hidden, mask, use_reentrant=False)
+        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten()), hidden
+
+
+def test_sizes_that_nothing_uses_of_lengths_that_vary():
+    model = Two()
+    fast = compiled(model)
+    for kind, length in (("holes", 10), ("right", 12), ("left", 14)):
+        assert_same_step(model, model, fast, batch(kind, length=length))
