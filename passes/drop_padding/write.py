@@ -12,6 +12,7 @@ from torch import fx
 import glue_compiler.ops  # noqa: F401  registers torch.ops.glue
 from glue_compiler.errors import GlueInvariantError
 from glue_compiler.fx.dead_nodes import erase_dead
+from glue_compiler.fx.effects import Kind
 from glue_compiler.fx.node_maker import NodeMaker
 from glue_compiler.fx.operators import Operators, Value
 from glue_compiler.fx.value_numbering import Scope
@@ -328,8 +329,12 @@ class _Writer:
         Raises:
             GlueInvariantError: something still reads the result of a body as it was.
         """
+        effects = self.numbering.effects
         for node in (each for scope in self.numbering.scopes for each in reversed(scope.module.graph.nodes)):
-            if not node.users and node.op.startswith("call_") and (node in self.rewritten or node not in self.old):
+            if node.users or not node.op.startswith("call_"):
+                continue
+            # What was dead before may read a size of old rows.
+            if node in self.rewritten or node not in self.old or effects[node].kind is Kind.PURE:
                 node.graph.erase_node(node)
         inputs = [each for scope in self.numbering.scopes if scope.call for each in scope.call.placeholders]
         left = [each for each in self.rewritten if not each._erased]
