@@ -3,10 +3,11 @@
     python -m benchmarks.end_to_end [--rows qwen3-bf16,qwen3-autocast] [--variants glue,inductor,flex,eager]
     python -m benchmarks.end_to_end --rows qwen3-bf16 --variants glue-layers,inductor-layers,flex-layers
 
-A row is an unmodified model of transformers, random weights, one row of packed documents that differ each step. First
-all totals are the same, so torch compiles for that size; then they vary, and it compiles once more, for any size. Both
-are timed, in the same process. All variants of all rows compile side by side, each in its own process, and are timed
-one after the other as soon as nothing compiles any more, or ``--limit`` is over; what is not ready then is left out.
+A row is an unmodified model of transformers, random weights, one row of packed documents that differ each step, or in
+rows that end in ``-padded`` eight rows, of which 40% is padding, which no column counts as tokens. First all totals
+are the same, so torch compiles for that size; then they vary, and it compiles once more, for any size. Both are timed,
+in the same process. All variants of all rows compile side by side, each in its own process, and are timed one after
+the other as soon as nothing compiles any more, or ``--limit`` is over; what is not ready then is left out.
 
 A step is forward, backward, clipping of the gradients and AdamW. The table at the end has, for each variant: the
 median, best and worst milliseconds of a step with the fixed total, tokens per second and the share of what the card
@@ -16,18 +17,17 @@ ones (``--warm``, one variant after the other, those that compile), and until bo
 steps with the fixed total, that first one and 99 of the median; the last loss;
 of plans, the GiB that are predicted of the graph alone, and what it took in its second or third step.
 
-Variants: ``flex`` is Inductor with transformers' flex_attention, ``fa2`` and ``fa4`` with its flash_attention_2 and
-4, where those are installed; the others have sdpa. ``glue-torch`` takes no kernels of other packages, ``glue-unshared``
-compiles each of equal layers, in ``-recompute`` backward computes all again that is no product, ``glue-offload`` moves
-the inputs of checkpointed layers. ``glue-none`` makes no rewrite, and
+Variants: ``flex`` is Inductor with transformers' flex_attention, ``fa2`` and ``fa4`` with its flash_attention_2 and 4,
+where those are installed; the others have sdpa. ``glue-torch`` takes no kernels of other packages, ``glue-unshared``
+compiles each of equal layers, ``glue-dropped`` has ``padding="drop"``, in ``-recompute`` backward computes all again
+that is no product, ``glue-offload`` moves the inputs of checkpointed layers. ``glue-none`` makes no rewrite, and
 ``glue-metadata``, ``glue-attention``, ``glue-experts`` and ``glue-loss`` make that one alone. ``plan-B`` plans what is
 kept for backward within ``memory_budget=B`` (``plan-9.6GiB``). In ``glue-update`` and ``flex-update`` clipping and
-AdamW are compiled too; the others have torch's fused AdamW.
-``liger`` is eager, the model patched by Liger (package ``liger-kernel``), its loss without logits among them. A
-variant that ends in ``-layers`` compiles each decoder layer by itself (``layer.compile(...)``), as FSDP2 recipes do;
-masks, rotary tables and the loss are eager then, and equal layers share their graphs. ``glue-regions`` has
-``regions="auto"``, ``flex-regions`` what a user can write by hand in its place: layers with their checkpoints inside,
-head and loss. ``-cudagraphs`` have ``mode="reduce-overhead"``.
+AdamW are compiled too; the others have torch's fused AdamW. ``liger`` is eager, the model patched by Liger (package
+``liger-kernel``), its loss without logits among them. A variant that ends in ``-layers`` compiles each decoder layer
+by itself (``layer.compile(...)``), as FSDP2 recipes do; masks, rotary tables and the loss are eager then, and equal
+layers share their graphs. ``glue-regions`` has ``regions="auto"``, ``flex-regions`` what a user can write by hand in
+its place: layers with their checkpoints inside, head and loss. ``-cudagraphs`` have ``mode="reduce-overhead"``.
 
 Other libraries train a row with models, kernels, losses and compilation of their own, from the row's random weights, on
 the row's batches: ``torchtune``, ``torchtitan`` (with flex_attention; ``torchtitan-varlen`` with torch's varlen kernel)
@@ -67,7 +67,7 @@ import torch
 
 from benchmarks.card_memory import allocator_settings
 from benchmarks.end_to_end_flops import peak_flops, step_flops
-from benchmarks.end_to_end_rows import ROWS, Size
+from benchmarks.end_to_end_rows import ROWS, Size, document_lengths
 from benchmarks.end_to_end_table import COLUMNS, cell
 from benchmarks.end_to_end_variants import VARIANTS, is_planned, variant_of
 from benchmarks.planned import planned
@@ -121,7 +121,8 @@ class Trainer:
             self.optimizer.zero_grad()
             self.wait()
             seconds = time.perf_counter() - start
-            yield Timed(seconds, tokens, loss.item(), step_flops(self.workload, batch["position_ids"].cpu()))
+            lengths = document_lengths(batch)
+            yield Timed(seconds, sum(lengths), loss.item(), step_flops(self.workload, lengths))
 
     def wait(self) -> None:
         if self.device == "cuda":

@@ -10,15 +10,15 @@ from __future__ import annotations
 import time
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from benchmarks.end_to_end_rows import Workload, document_lengths
+from benchmarks.end_to_end_rows import Workload
 
 
-def step_flops(workload: Workload, positions: Tensor) -> float:
-    """Of forward and backward over one row of packed documents, told apart by ``positions`` [1, T]."""
+def step_flops(workload: Workload, lengths: list[int]) -> float:
+    """Of forward and backward over documents of these lengths; padding counts for nothing."""
     of_token = flops_of_weights(workload) if workload.token_flops is None else workload.token_flops
-    return of_token * positions.shape[1] + _flops_of_attention(workload, document_lengths(positions))
+    return of_token * sum(lengths) + _flops_of_attention(workload, lengths)
 
 
 def flops_of_weights(workload: Workload) -> float:

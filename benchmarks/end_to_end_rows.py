@@ -1,4 +1,4 @@
-"""What the rows of benchmarks.end_to_end train: unmodified models of transformers, random weights, packed batches.
+"""What the rows of benchmarks.end_to_end train: unmodified models of transformers, random weights, packed or padded.
 
 A row is a published model's shape. Tiny sizes, to test the code, change numbers of heads, layers and experts, and
 nothing else.
@@ -35,7 +35,7 @@ class Workload:
 
     Attributes:
         layers: the decoder layers, for variants that compile each by itself.
-        batch: a batch of so many tokens; a generator draws its documents.
+        batch: a batch of so many tokens, padding among them; a generator draws its documents.
         around: the context of each forward.
         config: of the model, as transformers has it.
         token_flops: of products with weights, for one token; None: what the model's own weights say.
@@ -133,6 +133,23 @@ def gpt_oss(size: Size, device: str, attention: str) -> Workload:
     return _packed(_causal_model("gpt_oss", size, device, written), device)
 
 
+def padded(row: Callable[[Size, str, str], Workload], size: Size, device: str, attention: str) -> Workload:
+    """What ``row`` trains, on batches of 8 rows, of which one is full; about 40% of the tokens are padding."""
+    workload = row(size, device, attention)
+    vocabulary: int = workload.config.vocab_size
+
+    def batch(tokens: int, generator: torch.Generator) -> dict[str, Tensor]:
+        longest = tokens // ROWS_OF_PADDED
+        drawn = torch.rand(ROWS_OF_PADDED, generator=generator) * (0.9 * longest) + 0.1 * longest
+        lengths = torch.cat([torch.tensor([longest]), drawn[1:].long().clamp(min=2)])
+        mask = (torch.arange(longest) < lengths[:, None]).long()
+        ids = torch.randint(vocabulary, mask.shape, generator=generator)
+        made = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+        return {name: tensor.to(device) for name, tensor in made.items()}
+
+    return replace(workload, batch=batch)
+
+
 ROWS = {
     "qwen3-bf16": Row(qwen3_bf16),
     "qwen3-autocast": Row(qwen3_autocast),
@@ -146,11 +163,15 @@ ROWS = {
     "llama-8b-qlora": Row(partial(large_qlora, "llama_8b"), tokens=2048),
     "qwen3-8b-qlora": Row(partial(large_qlora, "qwen3_8b"), tokens=2048),
     "qwen3-14b-qlora": Row(partial(large_qlora, "qwen3_14b"), tokens=2048),
+    "qwen3-bf16-padded": Row(partial(padded, qwen3_bf16)),
+    "qwen3-8b-lora-padded": Row(partial(padded, partial(large_lora, "qwen3_8b"))),
+    "qwen3-8b-qlora-padded": Row(partial(padded, partial(large_qlora, "qwen3_8b"))),
     "gemma3-1b": Row(gemma3_1b),
     "gpt-oss": Row(gpt_oss, tokens=2048, layers=4),
     "qwen3-moe": Row(qwen3_moe, layers=4),
 }
 
+ROWS_OF_PADDED = 8
 NAMES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
     *("num_attention_heads", "num_key_value_heads", "head_dim"),
@@ -214,8 +235,13 @@ def _quantize(model: Any) -> None:
     model.is_loaded_in_4bit = True
 
 
-def document_lengths(positions: Tensor) -> list[int]:
-    """Of one row of packed documents, told apart by ``positions`` [1, T], which are on the CPU."""
+def document_lengths(batch: dict[str, Tensor]) -> list[int]:
+    """Of one row of packed documents, told apart by ``position_ids`` [1, T], or what ``attention_mask`` [B, T] shows
+    of padded rows."""
+    if "position_ids" not in batch:
+        shown: list[int] = batch["attention_mask"].sum(1).tolist()
+        return shown
+    positions = batch["position_ids"].cpu()
     starts = [*(positions[0] == 0).nonzero().flatten().tolist(), positions.shape[1]]
     return [last - first for first, last in pairwise(starts)]
 

@@ -120,8 +120,8 @@ class Regions:
 
         self._loss_of = torch.compile(loss_of, **how)
 
-    def __call__(self, input_ids: Tensor, position_ids: Tensor, labels: Tensor) -> Outcome:
-        hidden = self._body(input_ids=input_ids, position_ids=position_ids).last_hidden_state
+    def __call__(self, labels: Tensor, **inputs: Tensor) -> Outcome:
+        hidden = self._body(**inputs).last_hidden_state
         return Outcome(self._loss_of(hidden, labels))
 
 
@@ -157,6 +157,7 @@ VARIANTS = {
     "glue-unshared": Variant("glue", options=(("passes", {"share_layers": False}),)),
     "glue-packed-weights": Variant("glue", options=(("passes", {"fuse_dequantization": False}),)),
     "glue-offload": Variant("glue", options=(("offload", "checkpoints"),)),
+    "glue-dropped": Variant("glue", options=(("padding", "drop"),)),
     "glue-layers": Variant("glue", by_layers=True),
     "glue-regions": Variant("glue", options=(("regions", "auto"),)),
     "flex-regions": Variant("inductor", "flex_attention", by_regions=True),

@@ -25,6 +25,7 @@ from benchmarks.peers import Outcome, adapters_of, base_of, checkpoint_of, impor
 
 HOW = "install unsloth and unsloth_zoo, for these versions of torch and transformers"
 TRAINED = ("qwen3-bf16", "llama-lora", "qwen3-lora", "llama-8b-lora", "qwen3-8b-lora", "qwen3-14b-lora")
+PADDED = ("qwen3-bf16-padded", "qwen3-8b-lora-padded")
 SETTINGS = {"HF_HUB_OFFLINE": "1", "UNSLOTH_DISABLE_STATISTICS": "1"}
 
 
@@ -35,10 +36,9 @@ class Step(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, labels: Tensor, lengths: Tensor) -> Outcome:
-        found = self.model(
-            input_ids=input_ids, position_ids=position_ids, labels=labels, packed_seq_lengths=lengths, use_cache=False
-        )
+    def forward(self, lengths: Tensor | None = None, **inputs: Tensor) -> Outcome:
+        packed = {} if lengths is None else {"packed_seq_lengths": lengths}
+        found = self.model(**inputs, **packed, use_cache=False)
         return Outcome(found.loss)
 
 
@@ -53,8 +53,8 @@ def build(row: str, size: Size, device: str, compiler: str) -> Workload:
     for name, value in {**SETTINGS, "UNSLOTH_COMPILE_LOCATION": f"{written}/unsloth"}.items():
         os.environ.setdefault(name, value)
     unsloth = imported("unsloth", "unsloth", HOW)  # before transformers, which it patches
-    in_four_bits = row.endswith("-qlora")  # which it makes of published weights by itself
-    row_has = published("unsloth", row.replace("-qlora", "-lora"), TRAINED, size, device)
+    in_four_bits = "-qlora" in row  # which it makes of published weights by itself
+    row_has = published("unsloth", row.replace("-qlora", "-lora"), (*TRAINED, *PADDED), size, device)
     adapters = adapters_of(row_has)
     keeps_all = not base_of(row_has).is_gradient_checkpointing
     with tempfile.TemporaryDirectory() as folder:
@@ -86,7 +86,7 @@ def build(row: str, size: Size, device: str, compiler: str) -> Workload:
         row_has,
         model=Step(model).train(),
         layers=base.model.layers,
-        batch=with_lengths(row_has.batch),
+        batch=row_has.batch if row.endswith("-padded") else with_lengths(row_has.batch),
         around=_precision(device),
     )
 

@@ -110,7 +110,7 @@ def with_lengths(
 
     def made(tokens: int, generator: torch.Generator) -> dict[str, Tensor]:
         found = batch(tokens, generator)
-        lengths = document_lengths(found["position_ids"].cpu())
+        lengths = document_lengths(found)
         return {**found, "lengths": torch.tensor(lengths, dtype=torch.int32)}
 
     return made

@@ -113,7 +113,8 @@ def compile_with_inductor(
 
     def compile_one(graph: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         try:
-            return compile_fx_inner(graph, inputs, **kwargs)
+            with _sizes_of_reductions(graph):
+                return compile_fx_inner(graph, inputs, **kwargs)
         except Exception as error:
             if not is_captured or not kwargs.get("is_backward", False) or not _depends_on_data(graph):
                 raise
@@ -129,6 +130,20 @@ def compile_with_inductor(
     finally:
         is_at_work = False
     return cast(Callable[..., Any], compiled)
+
+
+def _sizes_of_reductions(graph: fx.GraphModule) -> contextlib.AbstractContextManager[Any]:
+    """Before 2.13, a reduction over rows that is fused with one over columns is split by how many rows there are, and
+    fails if that depends on data. It is split as torch splits up to 30,000 rows."""
+    if torch_version() >= (2, 13) or not _depends_on_data(graph):
+        return contextlib.nullcontext()
+    from torch._inductor import config
+
+    name = "mix_order_reduction_split_size"
+    if getattr(config.triton, name, 0) is not None:
+        return contextlib.nullcontext()
+    found: contextlib.AbstractContextManager[Any] = config.patch({f"triton.{name}": 16})
+    return found
 
 
 class _Failures(threading.local):

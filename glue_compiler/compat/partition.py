@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -83,6 +84,19 @@ def _merge_equal(joint: fx.GraphModule) -> None:
     if config.cse:
         joint.graph = fx_graph_cse(joint.graph)
     joint.recompile()
+
+
+def recomputing_what_is_fused() -> contextlib.AbstractContextManager[Any]:
+    """The min-cut partitioner recomputes all that its allow list has and that is no reduction, whatever that costs;
+    products, attention and operators that it does not know are kept."""
+    from torch._functorch import config
+
+    found: contextlib.AbstractContextManager[Any] = config.patch(
+        ban_recompute_used_far_apart=False,
+        ban_recompute_long_fusible_chains=False,
+        ban_recompute_materialized_backward=False,
+    )
+    return found
 
 
 def partition_patch(key: bytes | None, edit: Edit, options: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -37,6 +37,11 @@ def unbacked_symbols(value: Any) -> set[Any]:
     return set(free_unbacked_symbols(value))
 
 
+def allows_sizes_from_data(fake_mode: Any) -> bool:
+    """Can operators be traced whose results' sizes depend on data?"""
+    return bool(getattr(getattr(fake_mode, "shape_env", None), "allow_dynamic_output_shape_ops", False))
+
+
 def size_when_traced(size: int | torch.SymInt) -> int | None:
     """What a dynamic size was when its graph was traced; None where it is known only when the graph runs, or ragged."""
     if isinstance(size, int):

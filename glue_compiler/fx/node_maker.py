@@ -49,9 +49,10 @@ class NodeMaker(fx.proxy.TracerBase):
     def method(self, name: str, *args: Any) -> fx.Node:
         return self.create_node("call_method", name, args, {})
 
-    def known(self, value: Any, method: str, *args: Any) -> fx.Node:
-        """A method whose result is on record as ``value``; it is not run."""
-        node = self.graph.call_method(method, args)
+    def known(self, value: Any, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """A call, or of a name a method, whose result is on record as ``value``; it is not run."""
+        kind = "call_method" if isinstance(target, str) else "call_function"
+        node = self.graph.create_node(kind, target, args, kwargs)
         node.meta.update({**self._meta, self.key: value})
         return node
 

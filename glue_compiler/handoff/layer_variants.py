@@ -95,8 +95,10 @@ def _has_a_choice(gm: fx.GraphModule, effects: EffectAnalysis) -> bool:
 
 
 def _keep_all(joint: fx.GraphModule, num_outputs: int, partitioned: Callable[[], partition.Graphs]) -> partition.Graphs:
+    """Keep products and attention; to keep what is fused with them costs memory, and to compute it little."""
     checkpoint_tags.forget_preferences(joint.graph)
-    return partitioned()
+    with partition.recomputing_what_is_fused():
+        return partitioned()
 
 
 def _weight_in(inputs: Sequence[Any]) -> int | None:

@@ -109,6 +109,8 @@ class LayerPlan:
         self._kept: Counter[Hashable] = Counter()
         """Kind → units of the calls of this step that keep."""
         self._peak, self._steps = 0, 0
+        self._seen = 0
+        """The peak when backward came to the first layer: behind it the user may reset what torch has counted."""
         self._has_compiled, self._measures = True, True
         self._limit: int | None = None
 
@@ -158,6 +160,7 @@ class LayerPlan:
         waiting = weakref.ref(this_round)
 
         def has_run(_: Any) -> None:
+            self._seen = max(self._seen, self._memory.peak())
             if (found := waiting()) is not None:
                 found.has_run = True
 
@@ -175,7 +178,7 @@ class LayerPlan:
         self._most_rounds = max(self._most_rounds, self._rounds)
         self._units, self._rounds, self._kept, self._has_compiled = units, 0, Counter(), False
         self._steps += 1
-        self._peak = self._memory.peak()
+        self._peak, self._seen = self._memory.peak(), 0
         keeping = frozenset(self._choose(units))
         if keeping != self._keeping and len(self._grown) > 1:
             extra = self._extra()
@@ -193,7 +196,7 @@ class LayerPlan:
         """At the step that is over: what did it take beside what layers have kept?"""
         if self._has_compiled or not self._rounds:
             return
-        peak, extra = self._memory.peak(), self._extra()
+        peak, extra = max(self._seen, self._memory.peak()), self._extra()
         besides = peak - int(sum(extra.get(kind, 0.0) * units for kind, units in self._kept.items()))
         known = self._besides.get(self._units, besides)
         if self._limit is not None and peak > max(self._peak, self._limit):

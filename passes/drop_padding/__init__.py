@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from torch import fx
 
+from glue_compiler.compat.symbols import allows_sizes_from_data
 from glue_compiler.fx.flow import Refused
 from glue_compiler.fx.operators import Operators
 from glue_compiler.fx.value_numbering import number_values
@@ -41,6 +42,9 @@ class DropPadding(GraphPass):
             return PassResult(False, skips=(Skip("with options={'regions': 'auto'} each layer is a graph of its own"),))
         if context.options.verify:
             return PassResult(False, skips=(Skip("verification compares what eager computes of padding, too"),))
+        if not allows_sizes_from_data(context.effects.fake_mode):
+            reason = "this frame is converted without sizes that depend on data; what its capture tells says why"
+            return PassResult(False, skips=(Skip(reason),))
         reader = MaskReader(Operators(number_values(graph, context.effects), context.effects))
         options = context.options
         assume_sorted = options.assume.get("sorted_document_ids", False)

@@ -17,6 +17,7 @@ from glue_compiler.fx.operators import OWN, UNTRACKED, Call, Operators, Value, g
 from glue_compiler.fx.value_numbering import Scope
 from glue_compiler.fx.values import StorageKey, Symbolic, expression, leaves, storages_of, value_of
 from glue_compiler.passes.drop_padding.domain import Attention, Domain
+from glue_compiler.passes.drop_padding.functions import is_function, operands_of, result_for_tokens
 from glue_compiler.passes.drop_padding.rules import begins, rule_of
 from glue_compiler.passes.drop_padding.steps import Entering, Reading, Same, Step
 from glue_compiler.passes.drop_padding.token_facts import Tokens, is_token, plain
@@ -39,6 +40,7 @@ class Plan:
             taken where they stand.
         borders: nodes that find tokens put back in what they take: in which operands, and of which values.
         results: of calls of bodies, those with tokens: (value, what the body returns, its place).
+        functions: autograd functions, and which operand of theirs has tokens.
     """
 
     domain: Domain
@@ -48,6 +50,7 @@ class Plan:
     packed: dict[fx.Node, tuple[Value, ...]] = field(default_factory=dict)
     borders: dict[fx.Node, dict[fx.Node, Value]] = field(default_factory=dict)
     results: dict[fx.Node, list[tuple[Value, Value, int]]] = field(default_factory=dict)
+    functions: dict[fx.Node, tuple[int, Value]] = field(default_factory=dict)
 
 
 def plan_rows(reader: MaskReader, domain: Domain) -> Plan:
@@ -241,7 +244,10 @@ class _Planner:
         if node in self.domain.unknown:
             raise Refused(self.domain.unknown[node], node)
         try:
-            self.plan.steps[node] = list(self._steps(node))
+            if is_function(node):
+                self.plan.functions[node] = self._function(node)
+            else:
+                self.plan.steps[node] = list(self._steps(node))
         except Refused as refusal:
             for value in [each for each in self.plan.facts if each.node is node]:
                 del self.plan.facts[value]
@@ -251,6 +257,20 @@ class _Planner:
             return
         if effects.writes:
             self.written |= dict.fromkeys(effects.writes, node)
+
+    def _function(self, node: fx.Node) -> tuple[int, Value]:
+        """The operand of an autograd function that has tokens, if its result has one row for each, too."""
+        read = [self.operators.read(each, node) if isinstance(each, fx.Node) else None for each in operands_of(node)]
+        found = [(i, value) for i, value in enumerate(read) if value is not None and self.tokens_of(value) is not None]
+        if len(found) != 1 or self.anchor(node) is not node:
+            raise Refused("an autograd function does not take one operand of tokens")
+        ((place, value),) = found
+        tokens, whole = self.tokens_of(value), self.domain.whole.dims
+        if tokens is None or tokens.dims[: len(whole)] != whole or any(map(tokens.holds, range(2, len(tokens.dims)))):
+            raise Refused("an autograd function takes tokens that are not the outermost of its operand")
+        sizes = result_for_tokens(node, place, len(whole), self.reader.operators.analysis.fake_mode)
+        self.plan.facts[Value(node)] = Tokens((*whole, *map(plain, sizes)))
+        return place, value
 
     def _steps(self, node: fx.Node) -> Iterator[tuple[Value, Step | Same]]:
         calls = self.operators.calls(node)

@@ -82,6 +82,8 @@ class _Writer:
                 continue
             if node in self.plan.borders:
                 self._put_back_for(scope, node)
+            if node in self.plan.functions:
+                self._write_function(scope, node)
             if node in self.plan.steps:
                 self._write_node(scope, node)
             if node in self.plan.attentions:
@@ -104,6 +106,20 @@ class _Writer:
                         self._replace(result, item)
                     else:
                         self.taken[result] = scope, item
+        self.rewritten[node] = None
+        self.counts["operators"] += 1
+
+    def _write_function(self, scope: Scope, node: fx.Node) -> None:
+        """Its bodies, which say nothing of how many rows there are, on the tokens that count."""
+        place, value = self.plan.functions[node]
+        with self.make.before(node, self.operators.mode(node), node):
+            taken = self._found(value, scope)
+            args = list(node.args)
+            args[2 + place] = taken
+            (before,), rows = value_of(node), value_of(taken).shape[:2]
+            made = value_of(taken).new_empty((*rows, *before.shape[2:]), dtype=before.dtype)
+            written = self.make.known((made.requires_grad_(before.requires_grad),), node.target, *args, **node.kwargs)
+            self.taken[Value(node)] = scope, self.make.call(_getitem, written, 0)
         self.rewritten[node] = None
         self.counts["operators"] += 1
 

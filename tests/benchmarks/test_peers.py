@@ -114,9 +114,10 @@ def test_lengths_and_targets_are_those_of_the_documents():
 
 def test_operations_are_those_of_the_row_whatever_a_peer_trains():
     workload = published("a peer", "qwen3-bf16", ROWS, TINY, "meta")
-    positions = torch.arange(TINY.tokens)[None]
     of_peer = end_to_end_rows.replace(workload, model=torch.nn.Linear(2, 2))
-    assert step_flops(of_peer, positions) == step_flops(ROWS["qwen3-bf16"].build(TINY, "meta", "sdpa"), positions)
+    assert step_flops(of_peer, [TINY.tokens]) == step_flops(
+        ROWS["qwen3-bf16"].build(TINY, "meta", "sdpa"), [TINY.tokens]
+    )
 
 
 def trained(workload, call):

@@ -83,6 +83,19 @@ def test_the_last_layers_keep_as_many_as_fit(keep):
     assert device.most <= max(device.budget, needed(100, 1))
 
 
+@pytest.mark.parametrize("when", [1, 2, 3, 5])
+def test_statistics_that_a_user_resets_show_no_less(when):
+    """Once, or behind each step, as callbacks that log a step's peak do."""
+    device = Device(budget_for(100, 3))
+    device.plan.compiles()
+    for step in range(8):
+        kept = device.step(100)
+        if step >= 2:
+            assert len(kept) == 3
+        if step % when == 0:
+            device.most = device.held
+
+
 def test_what_is_decided_is_told():
     device = Device(budget_for(100, 3))
     device.learn(100)

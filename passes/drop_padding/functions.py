@@ -1,0 +1,122 @@
+"""Autograd functions of a program's own that compute token by token, in backward too, such as products with weights of
+4 bits: their bodies are run on fake tensors that hold another number of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from glue_compiler.compat.symbols import speculation
+from glue_compiler.fx.flow import Refused
+from glue_compiler.fx.values import tensors_in, value_of
+
+AUTOGRAD_FUNCTION: Any = torch.ops.higher_order.autograd_function_apply
+"""(forward body, backward body, operands) → a tuple. Backward takes gradients of it, and what forward saves."""
+TOKENS = 4099
+"""How many the bodies are run for: a prime, that no size of a model's is a multiple of."""
+
+aten = torch.ops.aten
+_PRODUCTS = {aten.mm.default: "self", aten.addmm.default: "mat1"}
+"""→ the operand whose rows are the result's."""
+_PACKED_PRODUCT = "bitsandbytes::gemm_4bit"
+_VIEWS = {
+    *(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.unsqueeze.default),
+    *(aten.squeeze.dim, aten.alias.default, aten.detach.default),
+}
+_EACH = {aten._to_copy.default, aten.clone.default, aten.neg.default, aten.mul.Tensor, aten.add.Tensor}
+"""Element by element, of tokens and of what is one number, or one row for all of them."""
+
+
+def operands_of(node: fx.Node) -> tuple[Any, ...]:
+    return node.args[2:]
+
+
+def is_function(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target is AUTOGRAD_FUNCTION
+
+
+def result_for_tokens(node: fx.Node, place: int, rank_before: int, fake_mode: Any) -> tuple[int, ...]:
+    """The sizes behind those of the tokens of what an autograd function makes of operand ``place``.
+
+    Args:
+        rank_before: the operand's dimensions that count tokens: ``[B, T, ...]`` has two.
+
+    Raises:
+        Refused: a token's result, or its gradient, is not computed from this token alone, or that is not known.
+    """
+    module = node.graph.owning_module
+    forward, backward = (getattr(module, body.target) for body in node.args[:2])  # type: ignore[union-attr]
+    given = [value_of(each) if isinstance(each, fx.Node) else each for each in operands_of(node)]
+    with speculation(fake_mode, fake_mode.shape_env), fake_mode, torch.no_grad(), _ByToken() as mode:
+        tokens = given[place] = mode.of_tokens(given[place], rank_before)
+        made, saved = mode.run(forward, given)
+        if len(made) != 1 or not mode.is_token(made[0]) or made[0].shape[:rank_before] != tokens.shape[:rank_before]:
+            raise Refused("an autograd function gives more than one row for each token")
+        gradients = mode.run(backward, [mode.of_tokens(made[0], rank_before), *saved])
+        gradient = gradients[place]
+        if not isinstance(gradient, Tensor) or not mode.is_token(gradient) or gradient.shape != tokens.shape:
+            raise Refused("a gradient of an autograd function is not of one token")
+        if any(mode.is_token(each) for i, each in enumerate(gradients) if i != place and isinstance(each, Tensor)):
+            raise Refused("an autograd function has gradients of tokens for what has none")
+    return tuple(made[0].shape[rank_before:])
+
+
+class _ByToken(TorchDispatchMode):
+    """Knows which tensors hold a row for each token, and refuses what is not known to keep rows apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._tokens: dict[int, Tensor] = {}
+        self._refused: Refused | None = None
+
+    def is_token(self, tensor: Any) -> bool:
+        return id(tensor) in self._tokens
+
+    def of_tokens(self, like: Tensor, rank_before: int) -> Tensor:
+        sizes = (TOKENS, *[1] * (rank_before - 1), *like.shape[rank_before:])
+        made = torch.empty(sizes, dtype=like.dtype, device=like.device)
+        self._tokens[id(made)] = made
+        return made
+
+    def run(self, body: Any, given: Sequence[Any]) -> Any:
+        try:
+            return body(*given)
+        except Refused:
+            raise
+        except Exception as error:
+            raise self._refused or Refused(f"an autograd function fails for other rows: {error}") from None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        names = [argument.name for argument in func._schema.arguments]
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        read = {name for name, each in given.items() if any(map(self.is_token, tensors_in(each)))}
+        if read and func.namespace != "prim":  # which asks for devices and the like
+            if not _keeps_rows(func, given, read, self.is_token, result):
+                self._refused = Refused(f"{func} is not known to compute token by token")
+                raise self._refused
+            self._tokens[id(result)] = result
+        return result
+
+
+def _keeps_rows(func: Any, given: dict[str, Any], read: set[str], is_token: Any, result: Any) -> bool:
+    if func in _PRODUCTS:
+        return read == {_PRODUCTS[func]}
+    if func.name() == _PACKED_PRODUCT:
+        return read == {"A"}
+    if func in _VIEWS:
+        return _is_outermost(result)
+    if func in _EACH:
+        others = [each for each in given.values() if isinstance(each, Tensor) and not is_token(each)]
+        return _is_outermost(result) and all(each.dim() <= 1 for each in others) and result.dim() > 1
+    return False
+
+
+def _is_outermost(tensor: Tensor) -> bool:
+    sizes = [size for size in tensor.shape if size != 1]
+    return bool(sizes) and sizes[0] == TOKENS
