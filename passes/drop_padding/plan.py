@@ -18,15 +18,13 @@ from glue_compiler.fx.value_numbering import Scope
 from glue_compiler.fx.values import StorageKey, Symbolic, expression, leaves, storages_of, value_of
 from glue_compiler.passes.drop_padding.domain import Attention, Domain
 from glue_compiler.passes.drop_padding.functions import is_function, operands_of, result_for_tokens
+from glue_compiler.passes.drop_padding.picks import picks_single_tokens
 from glue_compiler.passes.drop_padding.rules import begins, rule_of
 from glue_compiler.passes.drop_padding.steps import Entering, Reading, Same, Step
 from glue_compiler.passes.drop_padding.token_facts import Tokens, is_token, plain
 from glue_compiler.passes.specialize_attention.mask_reader import MaskReader
 
 aten = torch.ops.aten
-
-_PICKS = {aten.select, aten.slice, aten.index, aten.index_select}
-"""Read single tokens by integers: a hidden one is read as zeros."""
 
 
 @dataclass
@@ -374,18 +372,11 @@ class _Planner:
             self.plan.borders[node] = found
 
     def _may_read(self, node: fx.Node, found: list[Value]) -> bool:
-        """Does ``node`` find what it finds in eager, or single tokens, in what is put back with zeros?"""
+        """Does ``node`` find what it finds in eager, or one token of each row, in what is put back with zeros?"""
         found = [each for each in map(self._resolved, found) if each.node.op != "placeholder"]
         if all(self.plan.facts[each].is_zero for each in found):
             return True
-        calls = self.operators.calls(node) or ()
-        for call in calls:
-            others = [each for name, item in call.arguments.items() if name != "self" for each in leaves(item)]
-            if call.operator not in _PICKS or any(self.tokens_of(each) is not None for each in others):
-                return False
-            if any(isinstance(e, Value) and self.operators.meta(e).dtype in (torch.bool, torch.uint8) for e in others):
-                return False
-        return bool(calls)
+        return picks_single_tokens(node, self.tokens_of, self.reader)
 
 
 def resolved(value: Any, facts: dict[Value, Tokens], operators: Operators) -> Value | None:

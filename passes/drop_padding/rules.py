@@ -149,7 +149,7 @@ def _slice(made: Reading) -> Step | Same:
 
 def _is_few(size: Any, of: Any) -> bool:
     """Then the others are not computed at all."""
-    return isinstance(size, int) and (not isinstance(of, int) or 2 * size < of)
+    return isinstance(size, int) and (size == 1 or not isinstance(of, int) or 2 * size < of)
 
 
 def _bounds(made: Reading) -> dict[str, Any]:

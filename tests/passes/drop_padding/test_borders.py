@@ -76,14 +76,71 @@ def test_pooling_of_anything_else_is_left_alone(pool):
     assert_untouched(run_pass(graph, "drop_padding", padding="drop"))
 
 
-def test_pooling_of_the_last_token():
-    def last(model, x, mask):
-        return x[torch.arange(len(x)), mask.sum(1) - 1]
+def rows_of(x):
+    return torch.arange(len(x))
 
-    model = Layer(last)
-    (result, gradient), (other, other_gradient) = both(model, *batch("right")[:2])
+
+@pytest.mark.parametrize(
+    "pick",
+    [
+        lambda x, mask: x[rows_of(x), mask.sum(1) - 1],
+        lambda x, mask: x[rows_of(x), mask.sum(1) - 1, :5],
+        lambda x, mask: x[rows_of(x), 0],
+        lambda x, mask: x[:, 0],
+        lambda x, mask: x[0, 0],
+        lambda x, mask: x[:, :1].mean(1),
+        lambda x, mask: x[:, [0]].mean(1),
+        lambda x, mask: x.index_select(1, torch.tensor([0])).mean(1),
+        lambda x, mask: x[mask.sum(1).argsort(), 0],
+        lambda x, mask: x.view(-1, 16)[0],
+        lambda x, mask: x.view(-1, 16)[torch.tensor([0])].mean(0),
+        lambda x, mask: x.unflatten(-1, (2, 8)).transpose(1, 2)[:, :, 0],
+        lambda x, mask: (x * mask[..., None])[0].mean(0),
+    ],
+)
+def test_single_tokens_are_read_by_numbers(pick):
+    model = Layer(lambda model, x, mask: pick(x, mask))
+    given = batch("right")[:2]
+    (graph,) = capture(model, *given)
+    assert_rewritten(run_pass(graph, "drop_padding", padding="drop"))
+    (result, gradient), (other, other_gradient) = both(model, *given)
     torch.testing.assert_close(other, result)
     torch.testing.assert_close(other_gradient, gradient)
+
+
+@pytest.mark.parametrize(
+    "pick",
+    [
+        lambda x, mask: x[0].mean(0),
+        lambda x, mask: x.select(0, 1).mean(0),
+        lambda x, mask: x[:2].mean(1),
+        lambda x, mask: x[mask.sum(1).argsort()].mean(1),
+        lambda x, mask: torch.stack([row.amax(0) for row in x]),
+        lambda x, mask: torch.stack(x.unbind(1)).amax(0),
+        lambda x, mask: x[:, torch.arange(x.shape[1])].mean(1),
+        lambda x, mask: x[1, :4].mean(0),
+        lambda x, mask: x[rows_of(x), :4].mean(1),
+        lambda x, mask: x[:, :4].mean(1),
+        lambda x, mask: x[:, ::4].mean(1),
+        lambda x, mask: x.narrow(1, 0, 4).mean(1),
+        lambda x, mask: x.split([4, 6], 1)[0].mean(1),
+        lambda x, mask: x.view(-1, 16)[torch.arange(20)].mean(0),
+        lambda x, mask: x.index_select(0, mask.sum(1).argsort()).mean(1),
+        lambda x, mask: x.index_select(1, torch.tensor([0, 7])).mean(1),
+        lambda x, mask: x.gather(1, (mask.sum(1) - 1)[:, None, None].expand(-1, 1, 16)).mean(1),
+        lambda x, mask: x[rows_of(x) // 2, mask.sum(1) - 1].mean(0),
+        lambda x, mask: x[mask.sum(1).argsort(), mask.sum(1) - 1].mean(0),
+        lambda x, mask: x[rows_of(x)[:, None], torch.tensor([[0, 7]])].mean(1),
+        lambda x, mask: x[mask.bool()].mean(0),
+    ],
+)
+def test_several_tokens_of_a_row_are_not_read_by_numbers(pick):
+    model = Layer(lambda model, x, mask: pick(x, mask))
+    given = batch("right")[:2]
+    (graph,) = capture(model, *given)
+    result = run_pass(graph, "drop_padding", padding="drop")
+    assert_untouched(result)
+    assert "padding is read there" in result.skip_reasons[0]
 
 
 @pytest.mark.parametrize("is_early", [True, False])
