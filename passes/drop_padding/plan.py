@@ -20,8 +20,8 @@ from glue_compiler.passes.drop_padding.domain import Attention, Domain
 from glue_compiler.passes.drop_padding.functions import is_function, operands_of, result_for_tokens
 from glue_compiler.passes.drop_padding.picks import picks_single_tokens
 from glue_compiler.passes.drop_padding.rules import begins, rule_of
-from glue_compiler.passes.drop_padding.steps import Entering, Reading, Same, Step
-from glue_compiler.passes.drop_padding.token_facts import Tokens, is_token, plain
+from glue_compiler.passes.drop_padding.steps import Entering, Reading, Same, Step, require_views
+from glue_compiler.passes.drop_padding.token_facts import Tokens, is_token, plain, symbols_in
 from glue_compiler.passes.specialize_attention.mask_reader import MaskReader
 
 aten = torch.ops.aten
@@ -329,6 +329,8 @@ class _Planner:
 
         def argument(each: Any) -> Any:
             value = each.value if isinstance(each, Entering) else each
+            if isinstance(each, Entering):
+                require_views(each.tokens)
             if isinstance(value, Value) and self.tokens_of(value) is None:
                 if self.operators.operand(value, at) is None:
                     raise Refused("an operand is not in memory any more")
@@ -344,7 +346,7 @@ class _Planner:
             if node is at:
                 break
             if isinstance(value_of(node), Symbolic) and expression(value_of(node)) == symbol:
-                return Value(node)
+                return self.operators.value(node)
         raise Refused("a size is not known when the graph is compiled")
 
     def anchor(self, node: fx.Node) -> fx.Node:
@@ -365,11 +367,20 @@ class _Planner:
             if known is not None and known.node.op == "placeholder":
                 continue  # an input is whole
             if known is not None and isinstance(value_of(arg), torch.Tensor):
+                require_views(self.plan.facts[known])
+                self._require_same_sizes(self.plan.facts[known], arg, node)
                 found[arg] = known
             elif known is not None:
                 raise Refused("a list of what is computed of tokens is taken whole", node)
         if found:
             self.plan.borders[node] = found
+
+    def _require_same_sizes(self, tokens: Tokens, arg: fx.Node, node: fx.Node) -> None:
+        """Labels may have symbols of their own for the sizes of ids; what a loss of each token is read as, has them."""
+        others = symbols_in(map(expression, value_of(arg).shape)) - symbols_in(tokens.shape)
+        made = [each for each in leaves(value_of(node)) if node.op != "output" and isinstance(each, torch.Tensor)]
+        if others & symbols_in(expression(size) for each in made for size in each.shape):
+            raise Refused("sizes of inputs are not known to be equal", node)
 
     def _may_read(self, node: fx.Node, found: list[Value]) -> bool:
         """Does ``node`` find what it finds in eager, or one token of each row, in what is put back with zeros?"""

@@ -187,6 +187,24 @@ def test_numbers_of_rows_and_of_tokens_enter():
     assert_same_step(model, model, compiled(model), batch("holes"))
 
 
+@pytest.mark.parametrize(
+    "number",
+    [
+        lambda mask: mask.sum().item(),
+        lambda mask: mask.nonzero().shape[0],
+        lambda mask: mask.shape[1],
+        lambda mask: mask.sum(),
+    ],
+)
+def test_numbers_that_are_read_of_the_mask(number):
+    model = Layer(lambda model, x, mask: x * number(mask))
+    (graph,) = capture(model, *batch("right"))
+    assert_rewritten(run_pass(graph, "drop_padding", padding="drop"))
+    fast = compiled(model)
+    for length in (10, 12):
+        assert_same_step(model, model, fast, batch("left", length=length))
+
+
 @pytest.mark.parametrize("settings", [{"scale_grad_by_freq": True}, {"max_norm": 1.0}])
 def test_an_embedding_that_counts_or_writes(settings):
     model = Layer()
