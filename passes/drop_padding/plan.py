@@ -368,6 +368,9 @@ class _Planner:
                 continue  # an input is whole
             if known is not None and isinstance(value_of(arg), torch.Tensor):
                 require_views(self.plan.facts[known])
+                shared = storages_of(value_of(arg)) & storages_of(value_of(node)) if node.op != "output" else ()
+                if not self.numbering.is_unwritten_after(shared, node):
+                    raise Refused("memory is written that a view of what is put back shares", node)
                 self._require_same_sizes(self.plan.facts[known], arg, node)
                 found[arg] = known
             elif known is not None:
