@@ -34,11 +34,11 @@ def picks_single_tokens(node: fx.Node, tokens_of: Callable[[Any], Tokens | None]
         read |= {each: left[each] for each in given if each in left}
         if not read:
             continue
-        pick, source = _PICKS.get(call.operator), call.arguments.get("self")
-        if pick is None or list(read) != [source]:
+        pick = _PICKS.get(call.operator)
+        if pick is None or list(read) != [call.arguments.get("self")]:
             return False
-        result = Value(node, number)
-        taken = pick(call, read[source], reader.operators.meta(result).shape, reader)
+        (dims,), result = read.values(), Value(node, number)
+        taken = pick(call, dims, reader.operators.meta(result).shape, reader)
         if taken is None:
             return False
         left[result] = taken
