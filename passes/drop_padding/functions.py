@@ -49,7 +49,7 @@ def result_for_tokens(node: fx.Node, place: int, rank_before: int, fake_mode: An
         Refused: a token's result, or its gradient, is not computed from this token alone, or that is not known.
     """
     module = node.graph.owning_module
-    forward, backward = (getattr(module, body.target) for body in node.args[:2])  # type: ignore[union-attr]
+    forward, backward = (getattr(module, body.target) for body in node.args[:2])  # type: ignore[union-attr, arg-type]
     given = [value_of(each) if isinstance(each, fx.Node) else each for each in operands_of(node)]
     with speculation(fake_mode, fake_mode.shape_env), fake_mode, torch.no_grad(), _ByToken() as mode:
         tokens = given[place] = mode.of_tokens(given[place], rank_before)
