@@ -59,7 +59,7 @@ def leaves_a_step_out(monkeypatch):
     ids=lambda each: getattr(each, "__name__", each),
 )
 def test_a_rewrite_that_is_wrong_is_found(kind, breaks, monkeypatch):
-    programs = [program for program, _ in zip(rewritten(kind), range(3), strict=False)]
+    programs = [program for program, _ in zip(rewritten(kind), range(5), strict=False)]
     assert not any(verdict(program).wrong for program in programs)
     breaks(monkeypatch)
     assert any("off by" in each for program in programs for each in verdict(program).wrong)
