@@ -266,8 +266,8 @@ class _Planner:
         tokens, whole = self.tokens_of(value), self.domain.whole.dims
         if tokens is None or tokens.dims[: len(whole)] != whole or any(map(tokens.holds, range(2, len(tokens.dims)))):
             raise Refused("an autograd function takes tokens that are not the outermost of its operand")
-        sizes = result_for_tokens(node, place, len(whole), self.reader.operators.analysis.fake_mode)
-        self.plan.facts[Value(node)] = Tokens((*whole, *map(plain, sizes)))
+        result, sizes = result_for_tokens(node, place, len(whole), self.reader.operators.analysis.fake_mode)
+        self.plan.facts[Value(node, OWN, result)] = Tokens((*whole, *map(plain, sizes)))
         return place, value
 
     def _steps(self, node: fx.Node) -> Iterator[tuple[Value, Step | Same]]:

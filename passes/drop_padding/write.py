@@ -14,7 +14,7 @@ import glue_compiler.ops  # noqa: F401  registers torch.ops.glue
 from glue_compiler.errors import GlueInvariantError
 from glue_compiler.fx.dead_nodes import erase_dead
 from glue_compiler.fx.node_maker import NodeMaker
-from glue_compiler.fx.operators import Operators, Value
+from glue_compiler.fx.operators import OWN, Operators, Value
 from glue_compiler.fx.value_numbering import Scope
 from glue_compiler.fx.values import expression, value_of
 from glue_compiler.passes.drop_padding.plan import Plan, resolved
@@ -117,10 +117,13 @@ class _Writer:
             taken = self._found(value, scope)
             args = list(node.args)
             args[2 + place] = taken
-            (before,), rows = value_of(node), value_of(taken).shape[:2]
+            values, rows = list(value_of(node)), value_of(taken).shape[:2]
+            (result,) = (each for each in range(len(values)) if Value(node, OWN, each) in self.plan.facts)
+            before = values[result]
             made = value_of(taken).new_empty((*rows, *before.shape[2:]), dtype=before.dtype)
-            written = self.make.known((made.requires_grad_(before.requires_grad),), node.target, *args, **node.kwargs)
-            self.taken[Value(node)] = scope, self.make.call(_getitem, written, 0)
+            values[result] = made.requires_grad_(before.requires_grad)
+            written = self.make.known(tuple(values), node.target, *args, **node.kwargs)
+            self.taken[Value(node, OWN, result)] = scope, self.make.call(_getitem, written, result)
         self.rewritten[node] = None
         self.counts["operators"] += 1
 
