@@ -56,22 +56,20 @@ def result_for_tokens(node: fx.Node, place: int, rank_before: int, fake_mode: An
     with speculation(fake_mode, fake_mode.shape_env), fake_mode, torch.no_grad(), _ByToken() as mode:
         tokens = given[place] = mode.of_tokens(given[place], rank_before)
         made, saved = mode.run(forward, given)
-        found = [i for i, each in enumerate(made) if mode.is_token(each)]
         read = {user.args[1] for user in node.users if user.users or user.target is not operator.getitem}
-        if len(found) != 1 or read - set(found):
+        if len(read) != 1 or not mode.is_token(result := made[min(read)]):
             raise Refused("an autograd function gives more than one row for each token")
-        result = made[found[0]]
         if result.shape[:rank_before] != tokens.shape[:rank_before]:
             raise Refused("an autograd function gives tokens in another order")
-        given = [None if each is result or not isinstance(each, Tensor) else torch.zeros_like(each) for each in made]
-        given[found[0]] = mode.of_tokens(result, rank_before)
+        # Before 2.13 what it makes on its way is among the results, and backward does not read their gradients.
+        given = [mode.of_tokens(result, rank_before) if each is result else None for each in made]
         gradients = mode.run(backward, [*given, *saved])
         gradient = gradients[place]
         if not isinstance(gradient, Tensor) or not mode.is_token(gradient) or gradient.shape != tokens.shape:
             raise Refused("a gradient of an autograd function is not of one token")
         if any(mode.is_token(each) for i, each in enumerate(gradients) if i != place and isinstance(each, Tensor)):
             raise Refused("an autograd function has gradients of tokens for what has none")
-    return found[0], tuple(result.shape[rank_before:])
+    return min(read), tuple(result.shape[rank_before:])
 
 
 class _ByToken(TorchDispatchMode):
