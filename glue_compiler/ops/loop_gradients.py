@@ -67,8 +67,11 @@ def step_gradients(
 
 
 def zeros(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Stands for an operand where its numbers do not matter, but that they are numbers: they may be indices."""
-    return torch.empty_strided(shape, strides, dtype=dtype, device=device).zero_()
+    """Stands for an operand where its numbers do not matter, but that they are numbers: they may be indices.
+
+    Views of the operand are views of it: dense, it has dimensions in the same order.
+    """
+    return torch.zeros_like(torch.empty_strided(shape, strides, dtype=dtype, device=device))
 
 
 def _leaf(like: Tensor) -> Tensor:

@@ -116,6 +116,14 @@ def test_operands_that_gradients_are_not_computed_from_may_be_written():
     torch.testing.assert_close(found, wanted)
 
 
+def test_an_operand_that_overlaps_itself():
+    state, row = (torch.ones(shape, dtype=torch.float64, requires_grad=True) for shape in ((2, 3), (3,)))
+    x = row.expand(2, 5, 3)
+    ends = torch.ops.glue.counted_loop(OF_TWO, 5, [state, state], [x, x], [])
+    (found,) = torch.autograd.grad(ends[0].sum(), row)
+    torch.testing.assert_close(found, torch.full_like(row, 2 * (1 + 0.5 + 0.25 + 0.125)))
+
+
 def test_operands_that_gradients_are_computed_from_may_not():
     given = operands()
     ends = rolled(5, *given, 2)
