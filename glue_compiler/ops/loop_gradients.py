@@ -99,7 +99,11 @@ class _Origins(TorchDispatchMode):
         self._alive: list[Any] = list(leaves)
 
     def of(self, tensor: Tensor) -> tuple[int, ...]:
-        return tuple(sorted(self._found.get(storage_of(tensor), ())))
+        """
+        Raises:
+            KeyError: no operator was seen that made it.
+        """
+        return tuple(sorted(self._found[storage_of(tensor)]))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
