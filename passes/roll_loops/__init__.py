@@ -13,7 +13,7 @@ from torch import fx
 from glue_compiler.capture.regions import Loops
 from glue_compiler.fx import bodies
 from glue_compiler.fx.flow import Refused
-from glue_compiler.passes.roll_loops.body import body_of
+from glue_compiler.passes.roll_loops.body import Bodies
 from glue_compiler.passes.roll_loops.read import loops_in, read
 from glue_compiler.passes.roll_loops.write import write
 from glue_compiler.pipeline.graph_pass import GraphPass, PassContext, PassResult
@@ -33,12 +33,13 @@ class RollLoops(GraphPass):
     def run(self, graph: fx.GraphModule, context: PassContext) -> PassResult:
         skips: list[Skip] = []
         proved: list[Any] = []
+        known = Bodies(context.effects)
         for module in bodies.graph_modules(graph):
             found = list(loops_in(module))
             for steps in found:
                 try:
                     read(module, steps, context.effects)
-                    body = body_of(module, steps, context.effects)
+                    body = known.of(module, steps)
                 except Refused as refusal:
                     skips.append(Skip.at((*steps.first, *steps.second)[0], f"a loop of steps: {refusal.reason}"))
                     continue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import fx
 from glue_compiler.compat.symbols import speculation
 from glue_compiler.fx.effects import EffectAnalysis
 from glue_compiler.fx.flow import Refused
-from glue_compiler.fx.values import requires_grad, storages_of, value_of
+from glue_compiler.fx.values import expressions_of, requires_grad, storages_of, tensors_in, value_of
 from glue_compiler.ops.loop_gradients import StepGradients, step_gradients
 from glue_compiler.passes.roll_loops.read import EqualSteps, Number
 
@@ -29,33 +29,48 @@ class Body:
     gradients: StepGradients
 
 
-def body_of(gm: fx.GraphModule, steps: EqualSteps, effects: EffectAnalysis) -> Body:
-    """
-    Raises:
-        Refused: it is not known what its gradients are computed from, or that is written before they are.
-    """
-    fake_mode = effects.fake_mode
-    states = [state.first for state in steps.states]
-    fixed = [node for node in steps.fixed if isinstance(value_of(node), torch.Tensor)]
-    sizes = [node for node in steps.fixed if node not in set(fixed)]
-    graph = _graph(steps, [*fixed, *sizes])
-    values = ([value_of(node) for node in nodes] for nodes in (states, fixed, sizes))
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(speculation(fake_mode, getattr(fake_mode, "shape_env", None)))
-        for arguments in steps.autocast:
-            stack.enter_context(torch.autocast(*arguments))
-        try:
-            gradients = step_gradients(graph, *values)
-        except Exception as error:
-            raise Refused(f"its gradients are not known: {error}") from None
-    if any(requires_grad(value_of(state.second)) for state in steps.states):
-        operands = [*states, *fixed]
-        saved = gradients.saved([requires_grad(value_of(node)) for node in operands])
-        memory = storages_of([value_of(operands[i]) for i in saved])
-        later = itertools.takewhile(lambda node: node is not steps.second[-1], reversed(gm.graph.nodes))
-        if any(memory & effects.of(gm, node).writes for node in later):
-            raise Refused("what its gradients are computed from is written after it")
-    return Body(graph, states, fixed, sizes, gradients)
+@dataclass
+class Bodies:
+    """Makes the bodies of one graph's loops, in which layers repeat them."""
+
+    effects: EffectAnalysis
+    _known: dict[Any, StepGradients] = field(default_factory=dict)
+
+    def of(self, gm: fx.GraphModule, steps: EqualSteps) -> Body:
+        """
+        Raises:
+            Refused: it is not known what its gradients are computed from, or that is written before they are.
+        """
+        states = [state.first for state in steps.states]
+        fixed = [node for node in steps.fixed if isinstance(value_of(node), torch.Tensor)]
+        sizes = [node for node in steps.fixed if node not in set(fixed)]
+        graph = _graph(steps, [*fixed, *sizes])
+        body = Body(graph, states, fixed, sizes, self._gradients(graph, steps, states, fixed, sizes))
+        if any(requires_grad(value_of(state.second)) for state in steps.states):
+            operands = [*states, *fixed]
+            saved = body.gradients.saved([requires_grad(value_of(node)) for node in operands])
+            memory = storages_of([value_of(operands[i]) for i in saved])
+            later = itertools.takewhile(lambda node: node is not steps.second[-1], reversed(gm.graph.nodes))
+            if any(memory & self.effects.of(gm, node).writes for node in later):
+                raise Refused("what its gradients are computed from is written after it")
+        return body
+
+    def _gradients(self, graph: fx.GraphModule, steps: EqualSteps, *operands: list[fx.Node]) -> StepGradients:
+        values = [[value_of(node) for node in nodes] for nodes in operands]
+        kinds = [(tensor.dim(), tensor.dtype, tensor.device) for tensor in tensors_in(values)]
+        targets = [node.target for node in graph.graph.nodes]
+        key = (graph.code, *targets, steps.autocast, *kinds, *expressions_of(values))
+        if key not in self._known:
+            fake_mode = self.effects.fake_mode
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(speculation(fake_mode, getattr(fake_mode, "shape_env", None)))
+                for arguments in steps.autocast:
+                    stack.enter_context(torch.autocast(*arguments))
+                try:
+                    self._known[key] = step_gradients(graph, *values)
+                except Exception as error:
+                    raise Refused(f"its gradients are not known: {error}") from None
+        return self._known[key]
 
 
 def _graph(steps: EqualSteps, fixed: list[fx.Node]) -> fx.GraphModule:

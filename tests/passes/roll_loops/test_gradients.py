@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from glue_compiler.ops.loop_gradients import step_gradients
+from glue_compiler.passes.roll_loops import body
 from tests.passes.roll_loops import loops
 from tests.passes.roll_loops.test_loops import compiled, outcome, rolled
 
@@ -110,6 +112,23 @@ def test_as_eager(fn, is_differentiable):
             if want is not None:
                 torch.testing.assert_close(got, want)
     assert rolled(run) == len(run.graphs)
+
+
+def of_layers(x, a, state):
+    for _ in range(3):
+        x, state = loops.recurrence(x, a, state)
+    detached, last = loops.recurrence(x.float(), a.float(), state.float())
+    return x, state, detached, last
+
+
+def test_equal_bodies_are_differentiated_once(monkeypatch):
+    asked = []
+    monkeypatch.setattr(body, "step_gradients", lambda *given: asked.append(given) or step_gradients(*given))
+    run, given = compiled(of_layers), loops.inputs(10)
+    for got, want in zip(outcome(run.call, given), outcome(of_layers, given), strict=True):
+        torch.testing.assert_close(got, want)
+    assert rolled(run) == 4
+    assert len(asked) == 2  # of float64, and of float32
 
 
 def test_a_state_that_is_kept_over_steps_of_training():
