@@ -9,8 +9,9 @@ documents that differ each step and process. A row that ends in ``+offload`` kee
 host memory: with glue by ``offload_checkpoints()``, with the others by torch's ``save_on_cpu``. Each line of the table
 comes from processes of its own, one after the other.
 
-Engines: ``fsdp-layers`` shards and compiles each decoder layer by itself; ``ddp`` compiles what is wrapped, in one
-graph; ``ddp-layers`` compiles each layer; ``ddp-cut`` is torch's default, which cuts the graph for each bucket (it
+Engines: ``fsdp-layers`` shards and compiles each decoder layer by itself, ``fsdp-regions`` shards each and compiles
+the model with glue's ``regions="auto"``, as does ``ddp-regions``; ``ddp`` compiles what is wrapped, in one graph;
+``ddp-layers`` compiles each layer; ``ddp-cut`` is torch's default, which cuts the graph for each bucket (it
 takes no checkpoints). ``flex`` is Inductor with transformers' flex_attention, the others have sdpa.
 
 The table has the median milliseconds of a step of the slowest process and its peak memory, the seconds until two steps
@@ -42,7 +43,7 @@ from torch.nn.parallel import DistributedDataParallel
 import glue_compiler
 from benchmarks.end_to_end_rows import ROWS, Size, Workload
 
-ENGINES = ("fsdp-layers", "ddp", "ddp-layers", "ddp-cut")
+ENGINES = ("fsdp-layers", "fsdp-regions", "ddp", "ddp-regions", "ddp-layers", "ddp-cut")
 VARIANTS = {"glue": "sdpa", "inductor": "sdpa", "flex": "flex_attention", "eager": "sdpa"}
 """Name → transformers' name for the attention."""
 OFFLOAD = "+offload"
@@ -54,17 +55,21 @@ def prepared(workload: Workload, engine: str, variant: str, compiler: str, devic
     """What is called: the model, wrapped and compiled."""
     how: dict[str, Any] = {"backend": compiler}
     if variant == "glue":
-        how = {"backend": "glue", "options": {"compiler": compiler}}
+        regions = "auto" if engine.endswith("-regions") else "whole"
+        how = {"backend": "glue", "options": {"compiler": compiler, "regions": regions}}
+    elif engine.endswith("-regions"):
+        raise ValueError(f"'{variant}' has no regions")
     compiles = variant != "eager"
     torch._dynamo.config.optimize_ddp = engine == "ddp-cut"
     if compiles and engine.endswith("-layers"):
         for layer in workload.layers:
             layer.compile(**how)
-    if engine == "fsdp-layers":
+    if engine.startswith("fsdp"):
         mesh = dist.init_device_mesh(device, (dist.get_world_size(),))
         for layer in workload.layers:
             fully_shard(layer, mesh=mesh)
-        return fully_shard(workload.model, mesh=mesh)
+        sharded = fully_shard(workload.model, mesh=mesh)
+        return torch.compile(sharded, **how) if engine == "fsdp-regions" else sharded
     wrapped = DistributedDataParallel(workload.model)
     return torch.compile(wrapped, **how) if compiles and not engine.endswith("-layers") else wrapped
 

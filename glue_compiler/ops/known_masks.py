@@ -21,17 +21,19 @@ from glue_compiler.ops.opaque import opaque
 
 @dataclass(frozen=True)
 class MaskKind:
-    """Which keys a boolean mask ``[..., T, T]`` shows to a query: those that pass every condition.
+    """Which keys a mask ``[..., T, T]`` shows to a query: those that pass every condition.
 
     Attributes:
         has_documents: key and query belong to one document, a run of tokens: :func:`mask_documents` says which.
         is_causal: ``k <= q``.
         window: -1: any distance; else ``|q - k| < window``.
+        hidden: what a mask that is added to the scores holds for other keys, and 0 for these; None: it is boolean.
     """
 
     has_documents: bool
     is_causal: bool
     window: int
+    hidden: float | None = None
 
 
 @dataclass(frozen=True)
@@ -41,10 +43,14 @@ class _Known:
 
 
 def may_be_mask(tensor: Any) -> bool:
-    """By its dtype and its sizes: of as many queries as keys."""
-    if not isinstance(tensor, Tensor) or not is_plain(tensor) or tensor.dtype != torch.bool:
+    """By its dtype and its sizes: of as many queries as keys; of what is added to scores, for all heads alike."""
+    if not isinstance(tensor, Tensor) or not is_plain(tensor):
         return False
     sizes = tuple(map(expression, tensor.shape))
+    if tensor.dtype != torch.bool:
+        is_added = tensor.is_floating_point() and not tensor.requires_grad
+        if not is_added or len(sizes) != 4 or sizes[1] != 1:
+            return False
     return 2 <= len(sizes) <= 4 and sizes[-1] == sizes[-2] and sizes[-1] != 1
 
 
@@ -81,14 +87,15 @@ def mask_documents(mask: Tensor) -> Tensor:
     """Numbers of the documents of a mask that has them. No host synchronisation.
 
     Args:
-        mask: bool ``[T, T]``, ``[H, T, T]`` or ``[B, H, T, T]``, the same for all heads, of a kind with documents: a
-            token that does not see the one before it begins one.
+        mask: ``[T, T]``, ``[H, T, T]`` or ``[B, H, T, T]``, the same for all heads, of a kind with documents: a token
+            that does not see the one before it begins one. Bool, or floats that are 0 where a key is shown.
 
     Returns:
         int64 ``[T]``, or ``[B, T]`` for each row, ascending from 0.
     """
     of_rows = mask.select(-3, 0) if mask.dim() > 2 else mask
-    begins = of_rows.diagonal(-1, -2, -1).logical_not()
+    before = of_rows.diagonal(-1, -2, -1)
+    begins = before.logical_not() if mask.dtype == torch.bool else before != 0
     return torch.nn.functional.pad(begins.to(torch.int64), (1, 0)).cumsum(-1)
 
 

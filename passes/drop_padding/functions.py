@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,8 +40,9 @@ def is_function(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is AUTOGRAD_FUNCTION
 
 
-def result_for_tokens(node: fx.Node, place: int, rank_before: int, fake_mode: Any) -> tuple[int, ...]:
-    """The sizes behind those of the tokens of what an autograd function makes of operand ``place``.
+def result_for_tokens(node: fx.Node, place: int, rank_before: int, fake_mode: Any) -> tuple[int, tuple[int, ...]]:
+    """Which result of an autograd function has a row for each token of operand ``place``, and the sizes behind those of
+    the tokens. Nothing reads the other results.
 
     Args:
         rank_before: the operand's dimensions that count tokens: ``[B, T, ...]`` has two.
@@ -49,20 +51,27 @@ def result_for_tokens(node: fx.Node, place: int, rank_before: int, fake_mode: An
         Refused: a token's result, or its gradient, is not computed from this token alone, or that is not known.
     """
     module = node.graph.owning_module
-    forward, backward = (getattr(module, body.target) for body in node.args[:2])  # type: ignore[union-attr]
+    forward, backward = (getattr(module, body.target) for body in node.args[:2])  # type: ignore[union-attr, arg-type]
     given = [value_of(each) if isinstance(each, fx.Node) else each for each in operands_of(node)]
     with speculation(fake_mode, fake_mode.shape_env), fake_mode, torch.no_grad(), _ByToken() as mode:
         tokens = given[place] = mode.of_tokens(given[place], rank_before)
         made, saved = mode.run(forward, given)
-        if len(made) != 1 or not mode.is_token(made[0]) or made[0].shape[:rank_before] != tokens.shape[:rank_before]:
+        found = [i for i, each in enumerate(made) if mode.is_token(each)]
+        read = {user.args[1] for user in node.users if user.users or user.target is not operator.getitem}
+        if len(found) != 1 or read - set(found):
             raise Refused("an autograd function gives more than one row for each token")
-        gradients = mode.run(backward, [mode.of_tokens(made[0], rank_before), *saved])
+        result = made[found[0]]
+        if result.shape[:rank_before] != tokens.shape[:rank_before]:
+            raise Refused("an autograd function gives tokens in another order")
+        given = [None if each is result or not isinstance(each, Tensor) else torch.zeros_like(each) for each in made]
+        given[found[0]] = mode.of_tokens(result, rank_before)
+        gradients = mode.run(backward, [*given, *saved])
         gradient = gradients[place]
         if not isinstance(gradient, Tensor) or not mode.is_token(gradient) or gradient.shape != tokens.shape:
             raise Refused("a gradient of an autograd function is not of one token")
         if any(mode.is_token(each) for i, each in enumerate(gradients) if i != place and isinstance(each, Tensor)):
             raise Refused("an autograd function has gradients of tokens for what has none")
-    return tuple(made[0].shape[rank_before:])
+    return found[0], tuple(result.shape[rank_before:])
 
 
 class _ByToken(TorchDispatchMode):

@@ -18,15 +18,13 @@ from glue_compiler.fx.value_numbering import Scope
 from glue_compiler.fx.values import StorageKey, Symbolic, expression, leaves, storages_of, value_of
 from glue_compiler.passes.drop_padding.domain import Attention, Domain
 from glue_compiler.passes.drop_padding.functions import is_function, operands_of, result_for_tokens
+from glue_compiler.passes.drop_padding.picks import picks_single_tokens
 from glue_compiler.passes.drop_padding.rules import begins, rule_of
-from glue_compiler.passes.drop_padding.steps import Entering, Reading, Same, Step
-from glue_compiler.passes.drop_padding.token_facts import Tokens, is_token, plain
+from glue_compiler.passes.drop_padding.steps import Entering, Reading, Same, Step, require_views
+from glue_compiler.passes.drop_padding.token_facts import Tokens, is_token, plain, symbols_in
 from glue_compiler.passes.specialize_attention.mask_reader import MaskReader
 
 aten = torch.ops.aten
-
-_PICKS = {aten.select, aten.slice, aten.index, aten.index_select}
-"""Read single tokens by integers: a hidden one is read as zeros."""
 
 
 @dataclass
@@ -268,8 +266,8 @@ class _Planner:
         tokens, whole = self.tokens_of(value), self.domain.whole.dims
         if tokens is None or tokens.dims[: len(whole)] != whole or any(map(tokens.holds, range(2, len(tokens.dims)))):
             raise Refused("an autograd function takes tokens that are not the outermost of its operand")
-        sizes = result_for_tokens(node, place, len(whole), self.reader.operators.analysis.fake_mode)
-        self.plan.facts[Value(node)] = Tokens((*whole, *map(plain, sizes)))
+        result, sizes = result_for_tokens(node, place, len(whole), self.reader.operators.analysis.fake_mode)
+        self.plan.facts[Value(node, OWN, result)] = Tokens((*whole, *map(plain, sizes)))
         return place, value
 
     def _steps(self, node: fx.Node) -> Iterator[tuple[Value, Step | Same]]:
@@ -331,6 +329,8 @@ class _Planner:
 
         def argument(each: Any) -> Any:
             value = each.value if isinstance(each, Entering) else each
+            if isinstance(each, Entering):
+                require_views(each.tokens)
             if isinstance(value, Value) and self.tokens_of(value) is None:
                 if self.operators.operand(value, at) is None:
                     raise Refused("an operand is not in memory any more")
@@ -346,7 +346,7 @@ class _Planner:
             if node is at:
                 break
             if isinstance(value_of(node), Symbolic) and expression(value_of(node)) == symbol:
-                return Value(node)
+                return self.operators.value(node)
         raise Refused("a size is not known when the graph is compiled")
 
     def anchor(self, node: fx.Node) -> fx.Node:
@@ -367,25 +367,30 @@ class _Planner:
             if known is not None and known.node.op == "placeholder":
                 continue  # an input is whole
             if known is not None and isinstance(value_of(arg), torch.Tensor):
+                require_views(self.plan.facts[known])
+                shared = storages_of(value_of(arg)) & storages_of(value_of(node)) if node.op != "output" else ()
+                if not self.numbering.is_unwritten_after(shared, node):
+                    raise Refused("memory is written that a view of what is put back shares", node)
+                self._require_same_sizes(self.plan.facts[known], arg, node)
                 found[arg] = known
             elif known is not None:
                 raise Refused("a list of what is computed of tokens is taken whole", node)
         if found:
             self.plan.borders[node] = found
 
+    def _require_same_sizes(self, tokens: Tokens, arg: fx.Node, node: fx.Node) -> None:
+        """Labels may have symbols of their own for the sizes of ids; what a loss of each token is read as, has them."""
+        others = symbols_in(map(expression, value_of(arg).shape)) - symbols_in(tokens.shape)
+        made = [each for each in leaves(value_of(node)) if node.op != "output" and isinstance(each, torch.Tensor)]
+        if others & symbols_in(expression(size) for each in made for size in each.shape):
+            raise Refused("sizes of inputs are not known to be equal", node)
+
     def _may_read(self, node: fx.Node, found: list[Value]) -> bool:
-        """Does ``node`` find what it finds in eager, or single tokens, in what is put back with zeros?"""
+        """Does ``node`` find what it finds in eager, or one token of each row, in what is put back with zeros?"""
         found = [each for each in map(self._resolved, found) if each.node.op != "placeholder"]
         if all(self.plan.facts[each].is_zero for each in found):
             return True
-        calls = self.operators.calls(node) or ()
-        for call in calls:
-            others = [each for name, item in call.arguments.items() if name != "self" for each in leaves(item)]
-            if call.operator not in _PICKS or any(self.tokens_of(each) is not None for each in others):
-                return False
-            if any(isinstance(e, Value) and self.operators.meta(e).dtype in (torch.bool, torch.uint8) for e in others):
-                return False
-        return bool(calls)
+        return picks_single_tokens(node, self.tokens_of, self.reader)
 
 
 def resolved(value: Any, facts: dict[Value, Tokens], operators: Operators) -> Value | None:

@@ -16,6 +16,7 @@ from glue_compiler.passes.drop_padding.token_facts import (
     Dim,
     Span,
     Tokens,
+    behind,
     broadcast,
     is_equal,
     is_token,
@@ -140,16 +141,16 @@ def _slice(made: Reading) -> Step | Same:
     match tokens.dims[dim]:
         case (Span() as span,) if made["step"] == 1 and not _is_few(size, span.size):
             start = made["start"] or 0
-            if isinstance(start, int):
-                first = span.start + (start if start >= 0 else span.size + start)
-                kept = (*tokens.dims[:dim], (Span(first, size),), *tokens.dims[dim + 1 :])
-                return Same(made["self"], tokens.with_dims(kept))
+            kept = Span(span.start + (start if start >= 0 else max(span.size + start, 0)), size)
+            if not isinstance(kept.start, int) or behind(kept, made.whole.span.size) is None:
+                raise Refused("where a slice of the tokens ends is not known when the graph is compiled")
+            return Same(made["self"], tokens.with_dims((*tokens.dims[:dim], (kept,), *tokens.dims[dim + 1 :])))
     raise Refused("a slice of the tokens")
 
 
 def _is_few(size: Any, of: Any) -> bool:
     """Then the others are not computed at all."""
-    return isinstance(size, int) and (not isinstance(of, int) or 2 * size < of)
+    return isinstance(size, int) and (size == 1 or not isinstance(of, int) or 2 * size < of)
 
 
 def _bounds(made: Reading) -> dict[str, Any]:

@@ -116,6 +116,8 @@ class Reading:
             ):
                 raise Refused(f"an operand has {size} numbers where {size_of(dim)} tokens are")
             has_tokens = True
+        if has_tokens and any(size == 1 and len(dim) > 1 for size, dim in zip(shape, found, strict=True)):
+            raise Refused("an operand has one number where tokens are beside something else")
         return Entering(value, Tokens(tuple(found)), ignored) if has_tokens else value
 
     def as_called(self, results: Sequence[Tokens | None], /, **changes: Any) -> Step:
@@ -139,3 +141,9 @@ def taken_sizes(tokens: Tokens) -> list[Any]:
             raise Refused("a size beside those of the tokens is not known when the graph is compiled")
         sizes.append(number if counted not in dim else -1 if number != 1 else Count())
     return sizes
+
+
+def require_views(tokens: Tokens) -> None:
+    """Where tokens share a dimension, they are taken and put back by views, of sizes that must be known."""
+    if not tokens.is_split:
+        taken_sizes(tokens)

@@ -57,6 +57,11 @@ class Tokens:
     def shape(self) -> tuple[Any, ...]:
         return tuple(size_of(dim) for dim in self.dims)
 
+    @property
+    def is_split(self) -> bool:
+        """Is each dimension one part? Others are viewed as their parts to take tokens, and to put them back."""
+        return all(len(dim) == 1 for dim in self.dims)
+
     def holds(self, dim: int) -> bool:
         """Are tokens, or rows of the batch, in this dimension?"""
         return any(is_token(part) for part in self.dims[dim])
@@ -88,6 +93,16 @@ def size_of(dim: Dim) -> Any:
 def plain(size: Any) -> Dim:
     """A dimension without tokens."""
     return () if size == 1 else (size,)
+
+
+def behind(span: Span, length: Any) -> int | None:
+    """How many of the ``length`` tokens of a row are behind a span of them; None if that is not known."""
+    number = sympy.expand(length - span.start - span.size)
+    return int(number) if number.is_Integer else None
+
+
+def symbols_in(sizes: Iterable[Any]) -> set[sympy.Symbol]:
+    return {symbol for size in sizes for symbol in getattr(size, "free_symbols", ())}
 
 
 def is_equal(first: Any, second: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections import Counter
 from typing import Any
@@ -13,12 +14,12 @@ import glue_compiler.ops  # noqa: F401  registers torch.ops.glue
 from glue_compiler.errors import GlueInvariantError
 from glue_compiler.fx.dead_nodes import erase_dead
 from glue_compiler.fx.node_maker import NodeMaker
-from glue_compiler.fx.operators import Operators, Value
+from glue_compiler.fx.operators import OWN, Operators, Value
 from glue_compiler.fx.value_numbering import Scope
 from glue_compiler.fx.values import expression, value_of
 from glue_compiler.passes.drop_padding.plan import Plan, resolved
 from glue_compiler.passes.drop_padding.steps import Count, Entering, Same, Step, taken_sizes
-from glue_compiler.passes.drop_padding.token_facts import Rows, Span, Tokens, counted_part, is_token
+from glue_compiler.passes.drop_padding.token_facts import Rows, Span, Tokens, behind, counted_part, is_token
 from glue_compiler.passes.specialize_attention.mask_reader import MaskReader
 from glue_compiler.passes.specialize_attention.memory_layouts import has_layout, layout_of
 from glue_compiler.passes.specialize_attention.metadata_vectors import MetadataVectors
@@ -116,10 +117,13 @@ class _Writer:
             taken = self._found(value, scope)
             args = list(node.args)
             args[2 + place] = taken
-            (before,), rows = value_of(node), value_of(taken).shape[:2]
+            values, rows = list(value_of(node)), value_of(taken).shape[:2]
+            (result,) = (each for each in range(len(values)) if Value(node, OWN, each) in self.plan.facts)
+            before = values[result]
             made = value_of(taken).new_empty((*rows, *before.shape[2:]), dtype=before.dtype)
-            written = self.make.known((made.requires_grad_(before.requires_grad),), node.target, *args, **node.kwargs)
-            self.taken[Value(node)] = scope, self.make.call(_getitem, written, 0)
+            values[result] = made.requires_grad_(before.requires_grad)
+            written = self.make.known(tuple(values), node.target, *args, **node.kwargs)
+            self.taken[Value(node, OWN, result)] = scope, self.make.call(_getitem, written, result)
         self.rewritten[node] = None
         self.counts["operators"] += 1
 
@@ -233,7 +237,7 @@ class _Writer:
         missing = len(tokens.dims) - value_of(node).dim()
         for _ in range(missing):
             node = make.call(aten.unsqueeze.default, node, 0)
-        if not _is_split(tokens):
+        if not tokens.is_split:
             sizes: list[Any] = []
             for place, dim in enumerate(tokens.dims):
                 if len(dim) == 1:
@@ -257,7 +261,7 @@ class _Writer:
         if rows is not None:
             node = make.call(aten.unsqueeze.default, node, 1)
         node = self._permuted(node, _inverse(order))
-        if _is_split(tokens):
+        if tokens.is_split:
             return node
         return make.call(aten.reshape.default, node, self._argument(taken_sizes(tokens), node, scope))
 
@@ -271,7 +275,7 @@ class _Writer:
         node = self._brought(node, scope, where)
         parts = tokens.parts
         rows, span, others = _places(parts)
-        if not _is_split(tokens):
+        if not tokens.is_split:
             counted = counted_part(tokens)
             sizes = [-1 if part is counted else 1 if is_token(part) else part for part in parts]
             node = make.call(aten.reshape.default, node, sizes)
@@ -284,12 +288,11 @@ class _Writer:
         if rows is not None:
             node = make.call(aten.unflatten.int, node, 0, [batch, length])
         if (parts[span].start, parts[span].size) != (0, self.domain.length):
-            first = parts[span].start
-            kept = value_of(old).shape[next(i for i, dim in enumerate(tokens.dims) if parts[span] in dim)]
-            assert isinstance(kept, int)
-            node = make.call(aten.slice.Tensor, node, int(rows is not None), first, first + kept)
+            last = behind(parts[span], self.domain.length)
+            end = -last if last else None
+            node = make.call(aten.slice.Tensor, node, int(rows is not None), parts[span].start, end)
         node = self._permuted(node, _inverse(order))
-        if not _is_split(tokens):
+        if not tokens.is_split:
             sizes = [self._eager_size(dim, scope) for dim in tokens.dims]
             node = make.call(aten.reshape.default, node, sizes)
         node = self._laid_out_as(value_of(old), node)
@@ -299,12 +302,11 @@ class _Writer:
     def _eager_size(self, dim: Any, scope: Scope) -> Any:
         if any(isinstance(part, Span) for part in dim):
             return -1
-        if any(isinstance(part, Rows) for part in dim):
-            return self._brought(self.batch, scope) if len(dim) == 1 else -1
-        size = 1
-        for part in dim:
-            size *= part
-        return size
+        size = math.prod(part for part in dim if not is_token(part))
+        if not any(isinstance(part, Rows) for part in dim):
+            return size
+        batch = self._brought(self.batch, scope)
+        return batch * size if isinstance(batch, int) else (self.make.proxy(batch) * size).node
 
     def _size(self, part: Any, scope: Scope) -> Any:
         return self._brought(self.batch, scope) if isinstance(part, Rows) else -1
@@ -321,10 +323,8 @@ class _Writer:
             places = make.proxy(make.call(torch.arange, length, device=value_of(node).device)) - span.start
             last = (make.proxy(node).size(1) - 1).node if not isinstance(span.size, int) else span.size - 1
             return make.call(aten.index_select.default, node, 1, places.clamp(0, last).node)
-        behind = self.domain.length - span.start - span.size
-        if not isinstance(behind, int) and not behind.is_Integer:
-            raise GlueInvariantError("how many tokens are behind a slice of them is not known")
-        return make.call(aten.constant_pad_nd.default, node, [0, 0] * others + [span.start, int(behind)], ignored)
+        last = behind(span, self.domain.length)
+        return make.call(aten.constant_pad_nd.default, node, [0, 0] * others + [span.start, last], ignored)
 
     def _laid_out_as(self, expected: torch.Tensor, node: fx.Node) -> fx.Node:
         found = value_of(node)
@@ -364,10 +364,6 @@ def _places(parts: tuple[Any, ...]) -> tuple[int | None, int, list[int]]:
     rows = next((i for i, part in enumerate(parts) if isinstance(part, Rows)), None)
     span = next(i for i, part in enumerate(parts) if isinstance(part, Span))
     return rows, span, [i for i in range(len(parts)) if i not in (rows, span)]
-
-
-def _is_split(tokens: Tokens) -> bool:
-    return all(len(dim) == 1 for dim in tokens.dims)
 
 
 def _inverse(order: list[int]) -> list[int]:

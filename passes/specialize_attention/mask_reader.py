@@ -41,7 +41,8 @@ class MaskReader(IndexReader):
             conditions += [query - key < kind.window, key - query < kind.window]
         if kind.has_documents:
             conditions.append(sympy.Eq(self._document(value, index, query), self._document(value, index, key)))
-        return sympy.And(*conditions)
+        shown = sympy.And(*conditions)
+        return shown if kind.hidden is None else sympy.Piecewise((0, shown), (sympy.Float(kind.hidden), True))
 
     def _document(self, value: Value, index: Index, token: Any) -> Any:
         name = f"value{self.operators.number(value)}documents"

@@ -73,6 +73,20 @@ def classify_mask(mask: Mask, batch: Any, length: Any, reader: MaskReader, *, as
         raise UnknownMask(f"{reason}, so its contents are not known") from None
 
 
+def hidden_number(mask: Mask, batch: Any, reader: MaskReader) -> float:
+    """What a mask that :func:`classify_mask` has read adds to the scores of the keys that it hides.
+
+    Raises:
+        UnknownMask: one number to some, and another to others.
+    """
+    numbers = set[Any]()
+    holds_where(as_number(_element(mask, batch, reader)), lambda number: numbers.add(number) or True)
+    hidden = [each for each in numbers if each != 0]
+    if len(hidden) != 1:
+        raise UnknownMask("it adds more than one number to the scores of hidden keys")
+    return float(hidden[0])
+
+
 def _element(mask: Mask, batch: Any, reader: MaskReader) -> Any:
     """What the mask holds for a score."""
     rank = reader.operators.meta(mask.value).rank

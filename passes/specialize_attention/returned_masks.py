@@ -11,7 +11,7 @@ from glue_compiler.fx.values import expression, storages_of, value_of
 from glue_compiler.ops.known_masks import MaskKind, may_be_mask
 from glue_compiler.passes.specialize_attention.attention_parts import Mask
 from glue_compiler.passes.specialize_attention.mask_reader import MaskReader
-from glue_compiler.passes.specialize_attention.masks import UnknownMask, classify_mask
+from glue_compiler.passes.specialize_attention.masks import UnknownMask, classify_mask, hidden_number
 from glue_compiler.pipeline.results import Skip
 
 
@@ -39,7 +39,10 @@ def _kind(node: fx.Node, output: fx.Node, reader: MaskReader, assume_sorted: boo
     value = reader.operators.read(node, output)
     shape = tuple(map(expression, value_of(node).shape))
     batch = shape[0] if len(shape) == 4 else 1
-    found = classify_mask(Mask(value, "shows", None), batch, shape[-1], reader, assume_sorted=assume_sorted)
+    is_added = value_of(node).dtype.is_floating_point
+    mask = Mask(value, "added" if is_added else "shows", None)
+    found = classify_mask(mask, batch, shape[-1], reader, assume_sorted=assume_sorted)
     if found.keys:
         raise UnknownMask(f"it is {found.name}, and block lists of its values are as good")
-    return MaskKind(bool(found.documents), found.is_causal, found.window)
+    hidden = hidden_number(mask, batch, reader) if is_added else None
+    return MaskKind(bool(found.documents), found.is_causal, found.window, hidden)

@@ -16,6 +16,7 @@ from tests.distributed.training import Trained, assert_same, reference, train
 pytestmark = pytest.mark.slow
 
 PACKED, LISTED = "specialize_attention.packed", "specialize_attention.listed"
+LAYERS = {"num_hidden_layers": 5}
 LOSSES, DEFERRED = "chunk_loss.losses", "chunk_loss.deferred"
 
 
@@ -54,6 +55,21 @@ def test_fsdp(two_ranks, name):
     for each in trained(two_ranks, "fsdp", name):
         assert attentions(each.counts) == 2, each.counts
         assert (each.counts.get(LOSSES) == 2) == (not name.startswith("layers"))
+
+
+def run_in_regions(name: str) -> Trained:
+    return train(engines.FAMILIES["fsdp"][name], "qwen3", {"regions": "auto"}, LAYERS)
+
+
+@pytest.mark.parametrize("name", ["before", "after"])
+def test_fsdp_in_regions(two_ranks, name):
+    """One compile for all layers of a length; their hooks, between which weights are whole, run as in eager."""
+    engine = engines.FAMILIES["fsdp"][name]
+    found = two_ranks.run(run_in_regions, name)
+    assert_same(found, reference(2, "qwen3", engine.parts, engine.steps, **LAYERS), engine)
+    for each in found:
+        assert attentions(each.counts) == 2, each.counts
+        assert each.counts[LOSSES] == 2
 
 
 @pytest.mark.parametrize("name", engines.HSDP)

@@ -44,6 +44,23 @@ def test_lengths_that_vary_take_two_compiles():
         assert between.run(positions(lengths)) == []
 
 
+def added(given):
+    return torch.where(packed(given), torch.zeros((), dtype=torch.float64), torch.finfo(torch.float64).min)
+
+
+def written_out(q, k, v, mask):
+    return ((q @ k.mT) / 4 + mask[:, :, :, : k.shape[-2]]).softmax(-1) @ v
+
+
+def test_a_mask_that_is_added_to_scores():
+    between = Between(added, lambda q, k, v, mask: written_out(q, q.sin(), q.cos(), mask))
+    assert between.run() == ["packed"]
+    assert between.run(positions((9, 8))) == ["packed"]
+    assert between.run(positions((3, 3))) == []
+    assert between.run(change=lambda mask: mask * 1.0) == ["listed"]
+    assert between.run(change=lambda mask: mask[0, 0, 7].fill_(0.0) is None or mask) == []
+
+
 def test_evaluation_between_steps():
     between = Between()
     between.run()
@@ -177,7 +194,7 @@ def test_threads():
     assert len(between.session.graphs) == compiles
 
 
-@pytest.mark.parametrize("make", [causal, packed_window])
+@pytest.mark.parametrize("make", [causal, packed_window, added])
 def test_a_dump_runs_on_a_mask_that_shows_what_the_graph_knows(make, tmp_path):
     options = {"compiler": "aot_eager", "dump": str(tmp_path)}
     call = torch.compile(attention, backend=GlueBackend(), options=options)

@@ -150,7 +150,11 @@ def test_modes_of_the_caller_do_not_see_the_question():
     [
         (causal(), True),
         (causal()[0, 0], True),
-        (causal().float(), False),
+        (causal().float(), True),
+        (causal().float()[0, 0], False),
+        (causal().float().expand(-1, 2, -1, -1), False),
+        (causal().float().requires_grad_(), False),
+        (causal().long(), False),
         (causal()[:, :, :4], False),
         (causal(1), False),
         (causal()[None], False),

@@ -236,7 +236,8 @@ def _results(draw: Draw) -> list[str]:
     found = []
     how = draw.pick("loss", "loss", "loss", "loss", "hidden", "pooled")
     if how == "pooled":
-        found.append(draw.let("pooled", draw.mostly(draw.pick(*POOLED), *POOLED_OF_PADDING, share=0.8), "float", 2))
+        pooled = draw.mostly(draw.pick(*POOLED), *POOLED_OF_PADDING, share=0.6).replace("{at}", draw.at)
+        found.append(draw.let("pooled", pooled, "float", 2))
     if how == "hidden" or draw.chance(0.3):
         found.append("hidden")
     if how == "loss":
@@ -251,6 +252,7 @@ def _results(draw: Draw) -> list[str]:
     return found
 
 
+_EACH = "F.cross_entropy({}[:, :-1].reshape(-1, {classes}), labels[:, 1:].reshape(-1), reduction='none')"
 LOSSES = (
     "F.cross_entropy({}.flatten(0, 1), labels.flatten())",
     "F.cross_entropy({}.view(-1, {classes}), labels.view(-1), ignore_index=-100)",
@@ -259,6 +261,12 @@ LOSSES = (
     "F.cross_entropy({}.transpose(1, 2), labels, reduction='none').sum()",
     "F.cross_entropy({}[:, :-1].reshape(-1, {classes}), labels[:, 1:].reshape(-1))",
     "F.cross_entropy({}[..., :-1, :].contiguous().view(-1, {classes}), labels[..., 1:].contiguous().view(-1))",
+    f"{_EACH}.mean()",
+    f"{_EACH}.std()",
+    f"{_EACH}.view(B, T - 1).mean(-1).square().sum()",
+    f"{_EACH}.view(B, -1).mean(-1).square().sum()",
+    f"({_EACH} * shown[:, 1:].reshape(-1)).sum() / shown.sum()",
+    f"{_EACH}.topk(3).values.sum()",
     "F.cross_entropy({}.view(-1, {classes}), F.pad(labels, (0, 1), value=-100)[..., 1:].reshape(-1))",
     "F.cross_entropy({}.flatten(0, 1).float(), labels.flatten(), label_smoothing=0.1).double()",
     "({}.log_softmax(-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1) * shown).sum()",
@@ -272,11 +280,31 @@ POOLED = (
     "torch.where(shown[..., None], hidden, 0.0).sum(1)",
     "hidden[torch.arange(B), (shown * torch.arange(T)).argmax(1)]",
     "hidden[torch.arange(B), shown.long().argmax(1)]",
+    "hidden[torch.arange(B), shown.long().argmax(1), :4].tanh()",
+    "(hidden * shown.unsqueeze(-1))[shown.sum(1).argsort()].mean(1)",
+    "(hidden * shown.unsqueeze(-1))[:, 1:].amax(1)",
+    "(hidden * shown.unsqueeze(-1))[:, :-1].reshape(B, -1)",
+    "(hidden * shown.unsqueeze(-1))[0].mean(0).expand(B, -1)",
+    "(hidden * shown.unsqueeze(-1)).unflatten(-1, (HEADS, -1)).transpose(1, 2).flatten(0, 1).std(1).reshape(B, -1)",
 )
 POOLED_OF_PADDING = (
     "hidden.masked_fill(~shown.unsqueeze(-1), -1e9).amax(1)",
     "hidden.mean(1)",
     "hidden[shown].sum(0, keepdim=True)",
+    "hidden[0].mean(0).expand(B, -1)",
+    "hidden.select(0, -1).amax(0)[None].expand(B, -1)",
+    "hidden[:2].mean(1).sum(0).expand(B, -1)",
+    "hidden[shown.sum(1).argsort()].mean(1)",
+    "torch.stack([row.amax(0) for row in hidden])",
+    "torch.stack(hidden.unbind(1)).std(0)",
+    "hidden[:, torch.arange(T{at})].mean(1)",
+    "hidden[:, :3].mean(1)",
+    "hidden[torch.arange(B{at}), 1:].std(1)",
+    "hidden.reshape(-1, SIZE)[torch.arange(T{at})].mean(0).expand(B, -1)",
+    "hidden.index_select(1, torch.arange(2{at})).sum(1)",
+    "hidden[torch.arange(B{at})[:, None], torch.arange(2{at})].amax(1)",
+    "hidden[torch.arange(B{at}) // 2, shown.long().argmax(1)]",
+    "hidden.gather(1, torch.arange(SIZE{at}).remainder(2).expand(B, 1, -1)).squeeze(1)",
 )
 READERS = (
     "hidden.cumsum(1)",
@@ -296,6 +324,11 @@ READERS = (
     "hidden + hidden.reshape(T, B, SIZE).transpose(0, 1)",
     "hidden + hidden.norm(dim=1, keepdim=True)",
     "hidden.where(hidden > hidden.median(), 0)",
+    "hidden + hidden[:1]",
+    "hidden + hidden[shown.sum(1).argsort()]",
+    "hidden + hidden[:, :2].mean(1, keepdim=True)",
+    "hidden + torch.stack([row.softmax(0) for row in hidden])",
+    "hidden * hidden.gather(1, shown.long().argsort(1)[..., None].expand(-1, -1, SIZE))",
 )
 PADDED = """
 def padded(how, ids, g):

@@ -76,14 +76,71 @@ def test_pooling_of_anything_else_is_left_alone(pool):
     assert_untouched(run_pass(graph, "drop_padding", padding="drop"))
 
 
-def test_pooling_of_the_last_token():
-    def last(model, x, mask):
-        return x[torch.arange(len(x)), mask.sum(1) - 1]
+def rows_of(x):
+    return torch.arange(len(x))
 
-    model = Layer(last)
-    (result, gradient), (other, other_gradient) = both(model, *batch("right")[:2])
+
+@pytest.mark.parametrize(
+    "pick",
+    [
+        lambda x, mask: x[rows_of(x), mask.sum(1) - 1],
+        lambda x, mask: x[rows_of(x), mask.sum(1) - 1, :5],
+        lambda x, mask: x[rows_of(x), 0],
+        lambda x, mask: x[:, 0],
+        lambda x, mask: x[0, 0],
+        lambda x, mask: x[:, :1].mean(1),
+        lambda x, mask: x[:, [0]].mean(1),
+        lambda x, mask: x.index_select(1, torch.tensor([0])).mean(1),
+        lambda x, mask: x[mask.sum(1).argsort(), 0],
+        lambda x, mask: x.view(-1, 16)[0],
+        lambda x, mask: x.view(-1, 16)[torch.tensor([0])].mean(0),
+        lambda x, mask: x.unflatten(-1, (2, 8)).transpose(1, 2)[:, :, 0],
+        lambda x, mask: (x * mask[..., None])[0].mean(0),
+    ],
+)
+def test_single_tokens_are_read_by_numbers(pick):
+    model = Layer(lambda model, x, mask: pick(x, mask))
+    given = batch("right")[:2]
+    (graph,) = capture(model, *given)
+    assert_rewritten(run_pass(graph, "drop_padding", padding="drop"))
+    (result, gradient), (other, other_gradient) = both(model, *given)
     torch.testing.assert_close(other, result)
     torch.testing.assert_close(other_gradient, gradient)
+
+
+@pytest.mark.parametrize(
+    "pick",
+    [
+        lambda x, mask: x[0].mean(0),
+        lambda x, mask: x.select(0, 1).mean(0),
+        lambda x, mask: x[:2].mean(1),
+        lambda x, mask: x[mask.sum(1).argsort()].mean(1),
+        lambda x, mask: torch.stack([row.amax(0) for row in x]),
+        lambda x, mask: torch.stack(x.unbind(1)).amax(0),
+        lambda x, mask: x[:, torch.arange(x.shape[1])].mean(1),
+        lambda x, mask: x[1, :4].mean(0),
+        lambda x, mask: x[rows_of(x), :4].mean(1),
+        lambda x, mask: x[:, :4].mean(1),
+        lambda x, mask: x[:, ::4].mean(1),
+        lambda x, mask: x.narrow(1, 0, 4).mean(1),
+        lambda x, mask: x.split([4, 6], 1)[0].mean(1),
+        lambda x, mask: x.view(-1, 16)[torch.arange(20)].mean(0),
+        lambda x, mask: x.index_select(0, mask.sum(1).argsort()).mean(1),
+        lambda x, mask: x.index_select(1, torch.tensor([0, 7])).mean(1),
+        lambda x, mask: x.gather(1, (mask.sum(1) - 1)[:, None, None].expand(-1, 1, 16)).mean(1),
+        lambda x, mask: x[rows_of(x) // 2, mask.sum(1) - 1].mean(0),
+        lambda x, mask: x[mask.sum(1).argsort(), mask.sum(1) - 1].mean(0),
+        lambda x, mask: x[rows_of(x)[:, None], torch.tensor([[0, 7]])].mean(1),
+        lambda x, mask: x[mask.bool()].mean(0),
+    ],
+)
+def test_several_tokens_of_a_row_are_not_read_by_numbers(pick):
+    model = Layer(lambda model, x, mask: pick(x, mask))
+    given = batch("right")[:2]
+    (graph,) = capture(model, *given)
+    result = run_pass(graph, "drop_padding", padding="drop")
+    assert_untouched(result)
+    assert "padding is read there" in result.skip_reasons[0]
 
 
 @pytest.mark.parametrize("is_early", [True, False])
@@ -114,6 +171,90 @@ def test_reductions(reduction):
     (graph,) = capture(model, *batch("right"))
     assert_rewritten(run_pass(graph, "drop_padding", padding="drop"))
     assert_same_step(model, model, compiled(model), batch("left"))
+
+
+def assert_same_at_lengths(model):
+    """Outputs, their sizes and gradients, at two lengths: sizes are symbols at the second."""
+    fast = compiled(model)
+    for rows, length in ((3, 10), (4, 12)):
+        given = batch("right", rows, length)
+        (result, gradient), (other, other_gradient) = (
+            (result, *torch.autograd.grad(result.square().sum(), model.words.weight))
+            for result in (function(*given) for function in (model, fast))
+        )
+        torch.testing.assert_close(other, result)
+        torch.testing.assert_close(other_gradient, gradient)
+
+
+@pytest.mark.parametrize(
+    "reader",
+    [
+        lambda loss, mask, labels: loss,
+        lambda loss, mask, labels: loss.mean(),
+        lambda loss, mask, labels: loss.std(),
+        lambda loss, mask, labels: loss.topk(5).values,
+        lambda loss, mask, labels: loss.view(mask.shape[0], mask.shape[1] - 1).mean(-1),
+        lambda loss, mask, labels: (loss * mask[:, 1:].reshape(-1)).sum() / mask[:, 1:].sum(),
+        lambda loss, mask, labels: loss[labels[:, 1:].reshape(-1) != -100].mean(),
+        lambda loss, mask, labels: loss.view(labels.shape[0], -1).mean(-1),
+    ],
+)
+def test_losses_of_shifted_tokens(reader):
+    class Each(Layer):
+        def forward(self, ids, mask, labels):
+            logits = self.head(self.attention(ids, mask))[:, :-1].reshape(-1, WORDS)
+            loss = nn.functional.cross_entropy(logits, labels[:, 1:].reshape(-1), reduction="none")
+            return reader(loss, mask, labels)
+
+    graph, *_ = capture(Each(), *batch("right"))
+    assert_rewritten(run_pass(graph, "drop_padding", padding="drop"))
+    assert_same_at_lengths(Each())
+
+
+def test_labels_with_sizes_of_their_own():
+    """Each is marked dynamic, so that nothing says that there are as many labels as ids."""
+
+    class Each(Layer):
+        def forward(self, ids, mask, labels):
+            logits = self.head(self.attention(ids, mask))[:, :-1].reshape(-1, WORDS)
+            loss = nn.functional.cross_entropy(logits, labels[:, 1:].reshape(-1), reduction="none")
+            return loss.view(len(ids), -1).mean(-1) if self.training else loss.std()
+
+    model, given = Each(), batch("right")
+    for each in given:
+        torch._dynamo.mark_dynamic(each, (0, 1))
+    (graph,) = capture(model, *given)
+    result = run_pass(graph, "drop_padding", padding="drop")
+    assert_untouched(result)
+    assert result.skip_reasons == ["sizes of inputs are not known to be equal"]
+    (graph,) = capture(model.eval(), *given)
+    assert_rewritten(run_pass(graph, "drop_padding", padding="drop"))
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        lambda x: x[:, 1:],
+        lambda x: x[:, 2:-1],
+        lambda x: x[:, -20:7],
+        lambda x: x[:, : x.shape[1] // 2 + 1],
+        lambda x: x[:, 1:].transpose(1, 2),
+        lambda x: x[:, :-1].reshape(-1, 16),
+        lambda x: x.unflatten(-1, (2, 8)).transpose(1, 2).reshape(-1, x.shape[1], 8),
+        lambda x: x.unflatten(-1, (2, 8)).permute(2, 0, 1, 3).reshape(-1, x.shape[1], 8),
+        lambda x: x.unflatten(-1, (2, 8)).transpose(1, 2).flatten(0, 1) * torch.arange(x.shape[1])[:, None],
+        lambda x: x.unflatten(-1, (2, 8)).transpose(1, 2).flatten(0, 1) * torch.arange(2 * len(x))[:, None, None],
+    ],
+)
+def test_what_is_put_back_has_the_sizes_of_eager(part):
+    class Part(Layer):
+        def forward(self, ids, mask, labels):
+            return part(self.attention(ids, mask) * mask[..., None]).std(-2)
+
+    (graph,) = capture(Part(), *batch("right"))
+    result = run_pass(graph, "drop_padding", padding="drop")
+    assert_rewritten(result)
+    assert_same_at_lengths(Part())
 
 
 def test_log_probabilities_of_tokens():

@@ -175,6 +175,29 @@ def test_memory_that_tokens_alone_lie_in_may_be_written():
     assert_same_step(model, model, compiled(model), batch("left"))
 
 
+@pytest.mark.parametrize("write", [lambda y: y[:, 0].mul_(2), lambda y: [y[:, 0], y.mul_(2)][0]])
+def test_memory_of_tokens_that_a_view_shares_is_not_written(write):
+    def mix(model, x, mask):
+        y = x * 1
+        first = write(y)
+        return (y * mask[..., None]).sum(1) + first.sum()
+
+    result = run(Layer(mix), *batch("right")[:2])
+    assert_untouched(result)
+    assert result.skip_reasons == ["memory is written that a view of what is put back shares"]
+
+
+def test_memory_of_tokens_may_be_written_before_a_view_of_it():
+    def mix(model, x, mask):
+        y = x * 1
+        y.mul_(2)
+        return x + y[:, :1]
+
+    model = Layer(mix)
+    assert_rewritten(run(model, *batch("right")))
+    assert_same_step(model, model, compiled(model), batch("right"))
+
+
 def test_numbers_of_rows_and_of_tokens_enter():
     def mix(model, x, mask):
         rows, length, _ = x.shape
@@ -185,6 +208,24 @@ def test_numbers_of_rows_and_of_tokens_enter():
     model = Layer(mix)
     assert_rewritten(run(model, *batch("right")))
     assert_same_step(model, model, compiled(model), batch("holes"))
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        lambda mask: mask.sum().item(),
+        lambda mask: mask.nonzero().shape[0],
+        lambda mask: mask.shape[1],
+        lambda mask: mask.sum(),
+    ],
+)
+def test_numbers_that_are_read_of_the_mask(number):
+    model = Layer(lambda model, x, mask: x * number(mask))
+    (graph,) = capture(model, *batch("right"))
+    assert_rewritten(run_pass(graph, "drop_padding", padding="drop"))
+    fast = compiled(model)
+    for length in (10, 12):
+        assert_same_step(model, model, fast, batch("left", length=length))
 
 
 @pytest.mark.parametrize("settings", [{"scale_grad_by_freq": True}, {"max_norm": 1.0}])

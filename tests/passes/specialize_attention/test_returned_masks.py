@@ -20,6 +20,18 @@ from tests.handoff.two_graphs import (
     same_document,
 )
 
+LEAST = torch.finfo(torch.float64).min
+
+
+def added(make, number=LEAST):
+    """The mask as numbers that are added to the scores, as models that write attention out have it."""
+
+    def numbers(given):
+        shown = make(given)
+        return torch.where(shown, torch.zeros((), dtype=torch.float64), number)
+
+    return numbers
+
 
 @pytest.mark.parametrize(
     ("make", "form", "kind"),
@@ -35,6 +47,10 @@ from tests.handoff.two_graphs import (
         (lambda p: packed(p)[0].expand(2, -1, -1), "packed", MaskKind(True, True, -1)),
         (lambda p: packed(p).logical_not().logical_not().contiguous(), "packed", MaskKind(True, True, -1)),
         (lambda p: packed(p).float() > 0.5, "packed", MaskKind(True, True, -1)),
+        (added(causal), "causal", MaskKind(False, True, -1, LEAST)),
+        (added(packed), "packed", MaskKind(True, True, -1, LEAST)),
+        (added(packed_window), "packed", MaskKind(True, True, 3, LEAST)),
+        (added(packed, float("-inf")), "packed", MaskKind(True, True, -1, float("-inf"))),
     ],
 )
 def test_what_is_proved_of_a_mask_is_known_where_it_is_used(make, form, kind):
@@ -65,6 +81,9 @@ def test_a_mask_that_is_written_in_the_graph_that_returns_it():
         (lambda p: packed(p) | (distances(p) == 4), "one of several conditions"),
         (lambda p: causal(p) & (distances(p) > 0), "does not see itself"),
         (lambda p: torch.rand(12, 12) < 2, "not known"),
+        (added(packed, -3.0), "neither 0 nor below"),
+        (lambda p: added(packed)(p) + distances(p), "more than 0 or minus infinity"),
+        (lambda p: torch.where(causal(p), added(same_document)(p), -1e30), "more than one number"),
     ],
 )
 def test_masks_that_nothing_is_said_of_have_a_reason(make, reason):
