@@ -159,7 +159,7 @@ def _install() -> None:
         (ValueMutationNew, "__init__", _born),
     ]
     optional = (
-        (BuiltinVariable, "call_range", _range),  # without it, loops over ranges are left to Dynamo
+        (BuiltinVariable, "call_function", _range),  # without it, loops over ranges are left to Dynamo
         (InstructionTranslatorBase, "inline_user_function_return", _inline),  # of regions, which ask for both
         (InstructionTranslatorBase, "step_graph_break", _leave),
     )
@@ -194,17 +194,20 @@ def _range(original: Callable[..., Any]) -> Callable[..., Any]:
     from torch._dynamo.variables.constant import ConstantVariable
     from torch._dynamo.variables.tensor import SymNodeVariable
 
-    def call_range(self: Any, tx: Any, *args: Any) -> Any:
-        count = touched(args[0]) if len(args) == 1 else None
+    # Not ``call_range``: Dynamo keeps what it found there when it first traced a range, for whichever backend.
+    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if self.fn is not range or len(args) != 1 or kwargs:
+            return original(self, tx, args, kwargs)
+        count = touched(args[0])
         number = count.sym_num if isinstance(count, SymNodeVariable) else getattr(count, "value", None)
         if isinstance(number, torch.SymInt) or type(number) is int:
             for observer in _observers.now:
                 steps = observer.steps_of(tx, number)
                 if steps is not None:
-                    return original(self, tx, ConstantVariable.create(steps))
-        return original(self, tx, *args)
+                    return original(self, tx, [ConstantVariable.create(steps)], kwargs)
+        return original(self, tx, args, kwargs)
 
-    return call_range
+    return call_function
 
 
 def _ask(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -134,10 +134,13 @@ def _view_any_strides(gm: fx.GraphModule) -> None:
 
     Up to 2.13 at least, ``softplus_backward`` is traced with the strides of its input, and has those of the gradient.
     """
-    views = torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default
+    aten = torch.ops.aten
     for module in gm.modules():
         if isinstance(module, fx.GraphModule):
-            for node in module.graph.nodes:
-                if node.op == "call_function" and node.target in views:
-                    node.target = torch.ops.aten.reshape.default
+            for node in module.graph.find_nodes(op="call_function", target=aten.view.default):
+                node.target = aten.reshape.default
+            # What this gives is no view to autograd: as a result of a graph, callers may write to it.
+            for node in module.graph.find_nodes(op="call_function", target=aten._unsafe_view.default):
+                with module.graph.inserting_before(node):
+                    node.update_arg(0, module.graph.call_function(aten.reshape.default, node.args))
             module.recompile()

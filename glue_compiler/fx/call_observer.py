@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -66,13 +67,21 @@ class CallObserver(TorchDispatchMode):
         self.changes_views |= torch.Tag.inplace_view in func.tags
         if func.name() == _WAIT:
             self.written |= before
-        if func._schema.is_mutable:
-            for i, argument in enumerate(func._schema.arguments):
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    value = args[i] if i < len(args) else kwargs.get(argument.name)
-                    self.written |= storages_of(value)
-                    self.writes_unseen |= not all(map(is_plain, tensors_in(value)))
+        written = written_operands(func, args, kwargs)
+        self.written |= storages_of(written)
+        self.writes_unseen |= not all(map(is_plain, tensors_in(written)))
         return result
+
+
+def written_operands(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The operands that ``func`` writes, as its schema says."""
+    if not func._schema.is_mutable:
+        return []
+    return [
+        args[i] if i < len(args) else kwargs.get(argument.name)
+        for i, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
 
 
 def _copies_to_host(args: Any, result: Any) -> bool:

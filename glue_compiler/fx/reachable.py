@@ -1,15 +1,16 @@
-"""The nodes that are reached from some of a graph, along operands or users."""
+"""What is reached from some nodes of a graph, along operands or users, or from the like."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
+from typing import TypeVar
 
-from torch import fx
+Node = TypeVar("Node", bound=Hashable)
 
 
-def reachable(start: Iterable[fx.Node], onward: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
+def reachable(start: Iterable[Node], onward: Callable[[Node], Iterable[Node]]) -> set[Node]:
     """``start``, and what is reached from there by going ``onward`` from each node."""
-    found: set[fx.Node] = set()
+    found: set[Node] = set()
     waiting = list(start)
     while waiting:
         node = waiting.pop()

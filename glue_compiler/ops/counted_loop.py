@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from glue_compiler.compat.dispatch_state import outside_of_operators
+from glue_compiler.ops.loop_gradients import StepGradients, zeros
 from glue_compiler.ops.opaque import opaque
 
 Autocast = tuple[tuple[Any, ...], ...]
@@ -20,11 +21,12 @@ Autocast = tuple[tuple[Any, ...], ...]
 @dataclass(frozen=True)
 class _Body:
     graph: fx.GraphModule
+    gradients: StepGradients
     autocast: Autocast
 
     @property
     def text(self) -> str:
-        return f"{self.graph.code}\n{self.autocast}"
+        return f"{self.graph.code}\n{self.gradients}\n{self.autocast}"
 
     def does_as(self, other: _Body) -> bool:
         targets = [[node.target for node in each.graph.graph.nodes] for each in (self, other)]
@@ -34,14 +36,15 @@ class _Body:
 _bodies: dict[str, _Body] = {}
 
 
-def add_body(graph: fx.GraphModule, autocast: Autocast = ()) -> str:
+def add_body(graph: fx.GraphModule, gradients: StepGradients, autocast: Autocast = ()) -> str:
     """Keep the graph of a step, which takes its number, the states, what no step changes, and sizes, and returns the
     new states. The name is the same in every process: compiled code comes from caches, and calls the body by it.
 
     Args:
+        gradients: of a step, for states and what is fixed of the dtypes of each call.
         autocast: the arguments of ``torch.autocast``, of the regions that a step runs in, the outermost first.
     """
-    body = _Body(graph, autocast)
+    body = _Body(graph, gradients, autocast)
     name = hashlib.sha256(body.text.encode()).hexdigest()[:20]
     while not _bodies.setdefault(name, body).does_as(body):  # two functions of one name
         name += "+"
@@ -61,7 +64,7 @@ def counted_loop(
     Returns:
         As many as ``states``, of their shapes, dtypes and strides, in memory of their own.
 
-    Gradient: of floating ``states`` and ``fixed``; the steps are run again for it.
+    Gradient: as the steps have; they are run again for it. Operands that it is not computed from are not saved.
     """
     with outside_of_operators(), torch.no_grad():
         found = _run(body, steps, [state.clone() for state in states], fixed, sizes)
@@ -90,6 +93,7 @@ def counted_loop_gradients(
     body: str,
     steps: int,
     gradients: Sequence[Tensor],
+    ends: Sequence[int],
     states: Sequence[Tensor],
     fixed: Sequence[Tensor],
     sizes: Sequence[int],
@@ -98,17 +102,16 @@ def counted_loop_gradients(
     """Of those of ``states`` and ``fixed`` that are ``needed``, contiguous.
 
     Args:
-        gradients: of the states that :func:`counted_loop` returns, one for each that is floating.
+        gradients: of what :func:`counted_loop` returns, of ``ends``, by number.
     """
     with outside_of_operators(), torch.enable_grad():
         operands = [each.detach().requires_grad_(need) for each, need in zip([*states, *fixed], needed, strict=True)]
         # A step may write to a state, which no leaf of autograd allows.
         first = [state.clone() for state in operands[: len(states)]]
         found = _run(body, steps, first, operands[len(states) :], sizes)
-        ends = zip([each for each in found if each.is_floating_point()], gradients, strict=True)
-        kept = [(end, gradient) for end, gradient in ends if end.requires_grad]
         wanted = [each for each, need in zip(operands, needed, strict=True) if need]
-        if not kept or not wanted:
+        kept = [(found[i], each) for i, each in zip(ends, gradients, strict=True) if found[i].requires_grad]
+        if not kept:  # of so few steps
             return [torch.zeros_like(each, memory_format=torch.contiguous_format) for each in wanted]
         outputs, given = zip(*kept, strict=True)
         results = torch.autograd.grad(outputs, wanted, given, allow_unused=True, materialize_grads=True)
@@ -120,6 +123,7 @@ def _(
     body: str,
     steps: int,
     gradients: Sequence[Tensor],
+    ends: Sequence[int],
     states: Sequence[Tensor],
     fixed: Sequence[Tensor],
     sizes: Sequence[int],
@@ -131,21 +135,32 @@ def _(
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     ctx.body, ctx.steps, states, fixed, ctx.sizes = inputs
-    ctx.count = len(states)
-    ctx.needed = [each.requires_grad for each in (*states, *fixed)]
-    ctx.save_for_backward(*states, *fixed)
+    operands, ctx.count = [*states, *fixed], len(states)
+    ctx.needed = [each.requires_grad for each in operands]
+    gradients = _bodies[ctx.body].gradients
+    differentiable, saved = gradients.differentiable(ctx.needed), gradients.saved(ctx.needed)
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*(end for i, end in enumerate(output) if i not in differentiable))
+    ctx.save_for_backward(*(each for i, each in enumerate(operands) if i in saved))
+    ctx.others = {
+        i: (each.shape, each.stride(), each.dtype, each.device) for i, each in enumerate(operands) if i not in saved
+    }
 
 
 def _backward(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    operands = ctx.saved_tensors
-    states, fixed = list(operands[: ctx.count]), list(operands[ctx.count :])
-    given = [
-        torch.zeros_like(state) if gradient is None else gradient
-        for state, gradient in zip(states, gradients, strict=True)
-        if state.is_floating_point()
-    ]
-    found = iter(counted_loop_gradients(ctx.body, ctx.steps, given, states, fixed, ctx.sizes, ctx.needed))
-    each = [next(found) if need else None for need in ctx.needed]
+    ends = [i for i, gradient in enumerate(gradients) if gradient is not None]
+    given = _bodies[ctx.body].gradients.given(ends)
+    needed = [need and i in given for i, need in enumerate(ctx.needed)]
+    each: list[Tensor | None] = [None for _ in needed]
+    if any(needed):
+        saved = iter(ctx.saved_tensors)
+        operands = [zeros(*ctx.others[i]) if i in ctx.others else next(saved) for i in range(len(needed))]
+        states, fixed = operands[: ctx.count], operands[ctx.count :]
+        with_gradients = [gradient for gradient in gradients if gradient is not None]
+        found = iter(
+            counted_loop_gradients(ctx.body, ctx.steps, with_gradients, ends, states, fixed, ctx.sizes, needed)
+        )
+        each = [next(found) if need else None for need in needed]
     return None, None, each[: ctx.count], each[ctx.count :], None if ctx.sizes else []
 
 

@@ -34,3 +34,20 @@ def test_what_is_returned_still_shares_memory_with_the_input():
     found = torch.compile(views, backend="glue", options={"compiler": "aot_eager"})(x)
     assert found.data_ptr() == x.data_ptr()
     assert found._is_view()
+
+
+def test_the_caller_may_write_to_a_product():
+    """Its rows are multiplied as one matrix, and what is made of that is no view of it."""
+
+    def products(x, weight):
+        return (x @ weight,)
+
+    def written(fn, given):
+        (found,) = fn(*given)
+        found.mul_(2)
+        return found, *torch.autograd.grad(found.sin().sum(), given)
+
+    given = [torch.randn(*s, dtype=torch.float64, requires_grad=True) for s in ((2, 5, 3), (3, 4))]
+    compiled = torch.compile(products, backend="glue", options={"compiler": "aot_eager"})
+    for got, want in zip(written(compiled, given), written(products, given), strict=True):
+        torch.testing.assert_close(got, want)

@@ -94,7 +94,8 @@ def _layers(draw: Draw, *, are_modules: bool) -> Drawn:
         ),
         Statement(f"state = torch.zeros(COUNT, WIDTH, dtype=FLOAT{draw.at})"),
     )
-    return Drawn(made, ("x", "stacked", "scale", "table", "state"))
+    # Of what one of several graphs returns, torch gives zeros to all that was not used.
+    return Drawn(made, ("x", "stacked", "scale", "table", "state"), zero_for_none=are_modules)
 
 
 def _layer(draw: Draw, *, updates: bool) -> str:

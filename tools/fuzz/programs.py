@@ -76,7 +76,8 @@ class Program:
         dynamic: as for ``torch.compile``.
         options: further options of glue.
         precision: of the least precise arithmetic in it.
-        zero_for_none: it selects parameters by data; in a graph the gradient of one that was not selected is zero.
+        zero_for_none: it selects parameters by data; in a graph the gradient of one that was not selected is zero. Or
+            it is several graphs, and what one returns is not all used.
         raises: a call may end in an error.
         step: what its caller does with what it returned.
         settings: expressions for context managers around a run.

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -68,6 +72,24 @@ def test_the_graph_does_not_grow_with_the_length():
     torch._dynamo.reset()  # or the size of the second call varies
     long.call(*loops.inputs(200))
     assert len(short.graph.graph.nodes) == len(long.graph.graph.nodes)
+
+
+def test_after_another_backend_has_compiled_a_loop():
+    """Dynamo remembers, for a whole process, how ranges are traced."""
+    script = """
+import torch
+from tests.passes.roll_loops import loops
+from tests.passes.roll_loops.test_loops import compiled, rolled
+
+torch.compile(loops.of_two_states, backend="eager")(*loops.inputs(9))
+run = compiled(loops.recurrence)
+run.call(*loops.inputs(10))
+run.call(*loops.inputs(13))
+assert rolled(run) == 2
+"""
+    root = Path(__file__).parents[3]
+    done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def in_a_checkpoint(x, a, state):

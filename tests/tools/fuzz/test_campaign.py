@@ -145,6 +145,9 @@ def test_layers_of_regions_are_modules_and_are_found():
     assert all(dict(each.options)["regions"] == "auto" for each in programs)
     assert all("for i, layer in enumerate(model):" in each.source() for each in programs)
     assert any("checkpoint(super().forward" in each.source() for each in programs)
+    # Each is several graphs, and torch gives zeros to what was used by no used result of one.
+    assert all(each.zero_for_none for each in programs)
+    assert not any(draw_program(Random(seed), "layers").zero_for_none for seed in range(20))
 
 
 def test_masks_go_from_one_graph_to_another():

@@ -1,5 +1,6 @@
 """Programs of padded batches and of loops over chunks: most are rewritten, and a rewrite that is wrong is found."""
 
+import itertools
 import re
 from importlib import import_module
 from random import Random
@@ -59,7 +60,7 @@ def leaves_a_step_out(monkeypatch):
     ids=lambda each: getattr(each, "__name__", each),
 )
 def test_a_rewrite_that_is_wrong_is_found(kind, breaks, monkeypatch):
-    programs = [program for program, _ in zip(rewritten(kind), range(5), strict=False)]
+    programs = list(itertools.islice(rewritten(kind), 5))  # some take nothing that needs a gradient
     assert not any(verdict(program).wrong for program in programs)
     breaks(monkeypatch)
     assert any("off by" in each for program in programs for each in verdict(program).wrong)
