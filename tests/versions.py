@@ -81,6 +81,10 @@ WRITTEN_SUBCLASSES = Limit(
     "logits are)",
     last=(2, 11),
 )
+MASKED_DOUBLE = Limit(
+    "torch 2.11: Inductor's backward of scaled_dot_product_attention in fp64 fails on a CPU",
+    last=(2, 11),
+)
 AO_OPERATORS = Limit("torch 2.11: has no ao operators and no streams for its own offloading", last=(2, 11))
 FAKE_TENSORS_IN_THREADS = Limit(
     "torch before 2.13 built for CUDA, on a machine without: a FakeTensorMode in a second thread ends in a "
