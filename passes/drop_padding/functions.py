@@ -56,8 +56,10 @@ def result_for_tokens(node: fx.Node, place: int, rank_before: int, fake_mode: An
     with speculation(fake_mode, fake_mode.shape_env), fake_mode, torch.no_grad(), _ByToken() as mode:
         tokens = given[place] = mode.of_tokens(given[place], rank_before)
         made, saved = mode.run(forward, given)
-        read = {user.args[1] for user in node.users if user.users or user.target is not operator.getitem}
-        if len(read) != 1 or not mode.is_token(result := made[min(read)]):
+        users = [user for user in node.users if user.users or user.target is not operator.getitem]
+        read = [user.args[1] if user.target is operator.getitem else None for user in users]
+        place_made = read[0] if len(set(read)) == 1 else None
+        if not isinstance(place_made, int) or not mode.is_token(result := made[place_made]):
             raise Refused("an autograd function gives more than one row for each token")
         if result.shape[:rank_before] != tokens.shape[:rank_before]:
             raise Refused("an autograd function gives tokens in another order")
@@ -69,7 +71,7 @@ def result_for_tokens(node: fx.Node, place: int, rank_before: int, fake_mode: An
             raise Refused("a gradient of an autograd function is not of one token")
         if any(mode.is_token(each) for i, each in enumerate(gradients) if i != place and isinstance(each, Tensor)):
             raise Refused("an autograd function has gradients of tokens for what has none")
-    return min(read), tuple(result.shape[rank_before:])
+    return place_made, tuple(result.shape[rank_before:])
 
 
 class _ByToken(TorchDispatchMode):

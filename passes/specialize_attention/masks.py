@@ -79,12 +79,16 @@ def hidden_number(mask: Mask, batch: Any, reader: MaskReader) -> float:
     Raises:
         UnknownMask: one number to some, and another to others.
     """
-    numbers = set[Any]()
-    holds_where(as_number(_element(mask, batch, reader)), lambda number: numbers.add(number) or True)
-    hidden = [each for each in numbers if each != 0]
+    hidden = set[Any]()
+
+    def is_shown(number: Any) -> bool:
+        hidden.update([number] if number != 0 else [])
+        return bool(number == 0)
+
+    holds_where(as_number(_element(mask, batch, reader)), is_shown)
     if len(hidden) != 1:
         raise UnknownMask("it adds more than one number to the scores of hidden keys")
-    return float(hidden[0])
+    return float(hidden.pop())
 
 
 def _element(mask: Mask, batch: Any, reader: MaskReader) -> Any:
