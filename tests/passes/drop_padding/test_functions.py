@@ -105,7 +105,9 @@ def mixed(function, weight=WEIGHT):
 
 
 @pytest.mark.parametrize("function", [Product, Scaled])
-@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=MASKED_DOUBLE.mark)])
+@pytest.mark.parametrize(
+    "compiler", ["aot_eager", pytest.param("inductor", marks=(MASKED_DOUBLE.mark, pytest.mark.slow))]
+)
 def test_rows_stay_rows(function, compiler):
     model = Layer(mixed(function))
     (graph,) = capture(model, *batch("right"))

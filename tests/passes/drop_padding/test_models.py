@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from glue_compiler.testing import assert_rewritten, assert_untouched, capture, run_pass
 from tests.passes.drop_padding.padded_batches import WORDS, Layer, assert_same_step, batch, compiled
+from tests.slow import slow_but
 from tests.versions import MASKED_DOUBLE
 
 SIZES = {"vocab_size": WORDS, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -51,7 +52,7 @@ def is_bidirectional(model):
     return "MaskedLM" in type(model).__name__
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_but(("qwen3", "bert"), MODELS))
 def test_models(name):
     model = model_of(name)
     step = step_of(model)
@@ -62,6 +63,7 @@ def test_models(name):
         assert_same_step(model, step, fast, batch(kind))
 
 
+@pytest.mark.slow
 def test_other_lengths_compile_once_more():
     model = model_of("qwen3")
     step = step_of(model)
@@ -72,7 +74,9 @@ def test_other_lengths_compile_once_more():
     assert counters["stats"]["unique_graphs"] <= 2
 
 
-@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=MASKED_DOUBLE.mark)])
+@pytest.mark.parametrize(
+    "compiler", ["aot_eager", pytest.param("inductor", marks=(MASKED_DOUBLE.mark, pytest.mark.slow))]
+)
 def test_checkpoints(compiler):
     model = model_of("llama")
     model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -84,6 +88,7 @@ def test_checkpoints(compiler):
         assert_same_step(model, step, fast, batch(kind))
 
 
+@pytest.mark.slow
 def test_a_model_that_is_given_embeddings():
     model = model_of("llama")
     words = model.get_input_embeddings()
@@ -106,6 +111,7 @@ def test_a_model_that_is_given_embeddings():
     torch.testing.assert_close(gradients[1], gradients[0])
 
 
+@pytest.mark.slow
 def test_a_classifier_of_the_last_token():
     torch.manual_seed(0)
     config = transformers.LlamaConfig(**GROUPED, num_labels=3)
@@ -131,6 +137,7 @@ def test_experts_that_padding_reaches_are_left_alone():
         assert result.skip_reasons
 
 
+@pytest.mark.slow
 def test_autocast():
     model = model_of("llama").float()
     inner = step_of(model)
@@ -174,6 +181,7 @@ class Two(Layer):
         return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten()), hidden
 
 
+@pytest.mark.slow
 def test_sizes_that_nothing_uses_of_lengths_that_vary():
     model = Two()
     fast = compiled(model)

@@ -74,6 +74,7 @@ def test_the_graph_does_not_grow_with_the_length():
     assert len(short.graph.graph.nodes) == len(long.graph.graph.nodes)
 
 
+@pytest.mark.slow
 def test_after_another_backend_has_compiled_a_loop():
     """Dynamo remembers, for a whole process, how ranges are traced."""
     script = """

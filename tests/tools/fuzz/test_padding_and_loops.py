@@ -59,6 +59,7 @@ def leaves_a_step_out(monkeypatch):
     [("padding", puts_twice_as_much), ("padding", takes_gradients_twice), ("loops", leaves_a_step_out)],
     ids=lambda each: getattr(each, "__name__", each),
 )
+@pytest.mark.slow
 def test_a_rewrite_that_is_wrong_is_found(kind, breaks, monkeypatch):
     programs = list(itertools.islice(rewritten(kind), 5))  # some take nothing that needs a gradient
     assert not any(verdict(program).wrong for program in programs)
