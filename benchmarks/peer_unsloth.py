@@ -24,8 +24,10 @@ from benchmarks.end_to_end_rows import Size, Workload
 from benchmarks.peers import Outcome, adapters_of, base_of, checkpoint_of, imported, published, with_lengths
 
 HOW = "install unsloth and unsloth_zoo, for these versions of torch and transformers"
-TRAINED = ("qwen3-bf16", "llama-lora", "qwen3-lora", "llama-8b-lora", "qwen3-8b-lora", "qwen3-14b-lora")
-PADDED = ("qwen3-bf16-padded", "qwen3-8b-lora-padded")
+TRAINED = (
+    *("qwen3-bf16", "llama-lora", "qwen3-lora", "llama-8b-lora", "qwen3-8b-lora", "qwen3-14b-lora"),
+    *("qwen3-bf16-padded", "qwen3-8b-lora-padded"),
+)
 SETTINGS = {"HF_HUB_OFFLINE": "1", "UNSLOTH_DISABLE_STATISTICS": "1"}
 
 
@@ -54,7 +56,7 @@ def build(row: str, size: Size, device: str, compiler: str) -> Workload:
         os.environ.setdefault(name, value)
     unsloth = imported("unsloth", "unsloth", HOW)  # before transformers, which it patches
     in_four_bits = "-qlora" in row  # which it makes of published weights by itself
-    row_has = published("unsloth", row.replace("-qlora", "-lora"), (*TRAINED, *PADDED), size, device)
+    row_has = published("unsloth", row.replace("-qlora", "-lora"), TRAINED, size, device)
     adapters = adapters_of(row_has)
     keeps_all = not base_of(row_has).is_gradient_checkpointing
     with tempfile.TemporaryDirectory() as folder:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from glue_compiler.compat.operator_calls import computes_only, is_higher_order
-from glue_compiler.fx.records import Recorder
+from glue_compiler.fx.records import Recorder, bound_arguments
 from glue_compiler.fx.values import StorageKey, is_plain, storages_of, tensors_in, unbacked_in
 
 # Operators whose definitions are torch's own: deterministic unless tagged otherwise.
@@ -73,15 +72,12 @@ class CallObserver(TorchDispatchMode):
         return result
 
 
-def written_operands(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+def written_operands(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """The operands that ``func`` writes, as its schema says."""
     if not func._schema.is_mutable:
         return []
-    return [
-        args[i] if i < len(args) else kwargs.get(argument.name)
-        for i, argument in enumerate(func._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
+    bound = bound_arguments(func, args, kwargs)
+    return [bound[a.name] for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
 
 
 def _copies_to_host(args: Any, result: Any) -> bool:

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from glue_compiler.compat.symbols import speculation
 from glue_compiler.fx.flow import Refused
+from glue_compiler.fx.records import bound_arguments
 from glue_compiler.fx.values import tensors_in, value_of
 
 AUTOGRAD_FUNCTION: Any = torch.ops.higher_order.autograd_function_apply
@@ -102,8 +103,7 @@ class _ByToken(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        names = [argument.name for argument in func._schema.arguments]
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        given = bound_arguments(func, args, kwargs)
         read = {name for name, each in given.items() if any(map(self.is_token, tensors_in(each)))}
         if read and func.namespace != "prim":  # which asks for devices and the like
             if not _keeps_rows(func, given, read, self.is_token, result):
