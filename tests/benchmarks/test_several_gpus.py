@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from benchmarks.several_gpus import line, main
+from benchmarks.several_gpus import ENGINES, line, main
 
 TINY = ["--device", "cpu", "--compiler", "aot_eager", "--tokens", "96", "--steps", "1"]
 
@@ -38,7 +38,7 @@ def test_a_line_that_fails_says_why_and_the_next_one_is_measured(capsys):
 def test_an_unknown_name_is_an_error(capsys):
     with pytest.raises(SystemExit):
         main(["--engines", "ddp,fsdp"])
-    assert "unknown: fsdp; known are fsdp-layers, ddp" in capsys.readouterr().err
+    assert f"unknown: fsdp; known are {', '.join(ENGINES)}" in capsys.readouterr().err
 
 
 def test_scaling_is_of_one_process_and_unequal_weights_stand_out():
