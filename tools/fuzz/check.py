@@ -146,16 +146,24 @@ def own_caches(program: Program) -> contextlib.AbstractContextManager[Any]:
 
 
 def is_torchs_own(program: Program, expected: Mapping[str, Any]) -> bool:
-    """Is the compiler without glue as wrong?"""
+    """Is the compiler without glue as wrong? For regions, also where layers are compiled one by one."""
+
+    def compiled(function: Any) -> Any:
+        return torch.compile(function, backend=program.compiler, dynamic=program.dynamic)
+
+    def by_layers(function: Any) -> Any:
+        for layer in module["MODEL"]:
+            layer.forward = compiled(layer.forward)
+        return function
+
+    is_by_layers = dict(program.options).get("regions") == "auto"
     with own_caches(program):
-        for _ in range(1 + program.twice):
-            with clean_dynamo():
-                module = module_of(program)
-                actual = harness.observe(
-                    module, lambda f: torch.compile(f, backend=program.compiler, dynamic=program.dynamic)
-                )
-                if harness.differences(module, dict(expected), actual):
-                    return True
+        for wrap in (compiled, by_layers) if is_by_layers else (compiled,):
+            for _ in range(1 + program.twice):
+                with clean_dynamo():
+                    module = module_of(program)
+                    if harness.differences(module, dict(expected), harness.observe(module, wrap)):
+                        return True
     return False
 
 

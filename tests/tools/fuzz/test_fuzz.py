@@ -16,7 +16,7 @@ from tests.tools.fuzz.made import WRONG, program
 from tools.fuzz import harness, workers
 from tools.fuzz.__main__ import main
 from tools.fuzz.campaign import repaired
-from tools.fuzz.check import NotAProgram, eager_results, module_of, runs_eagerly, verdict
+from tools.fuzz.check import NotAProgram, eager_results, is_torchs_own, module_of, runs_eagerly, verdict
 from tools.fuzz.failures import examined
 from tools.fuzz.graph_campaign import checked
 from tools.fuzz.graph_text import program_of
@@ -102,6 +102,24 @@ def test_what_plain_aot_eager_does_wrong_is_not_glues_fault(monkeypatch):
     monkeypatch.setattr("tools.fuzz.failures.is_torchs_own", lambda *_: True)
     wrong = program("y = x.sin()", options=(("extra_passes", [WRONG]),))
     assert examined(wrong, verdict(wrong).wrong, 0.0, "here") is None
+
+
+@pytest.mark.parametrize("regions", ["auto", "whole"])
+def test_what_layers_compiled_by_hand_do_wrong_is_not_glues_fault(regions):
+    """A region keeps ``other`` for backward, where eager keeps ``other * 2``."""
+    layer = """class Layer(torch.nn.Module):
+    def forward(self, hidden, other):
+        return hidden + (other * 2).square(), other
+"""
+    regional = program(
+        "hidden, other = x, x * 2",
+        "hidden, other = MODEL[0](hidden, other)",
+        "other.mul_(2)",
+        "y = hidden + other",
+        prelude=(layer, "MODEL = [Layer()]"),
+        options=(("regions", regions),),
+    )
+    assert is_torchs_own(regional, eager_results(regional)) == (regions == "auto")
 
 
 def test_shrinking_keeps_what_the_failure_needs():
