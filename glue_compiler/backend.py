@@ -144,6 +144,9 @@ class GlueBackend:
             refusal = "on several ranks 'memory_budget' looks at all layers of a step"
         return capture.Asked(how, options.regions == "auto", refusal, loops)
 
+    def compiles_regions(self, stored: Mapping[str, Any]) -> bool:
+        return self._pipeline_for(stored).options.regions == "auto"
+
     def record_capture(self, stored: Mapping[str, Any], event: capture.CaptureEvent) -> None:
         self._session_for(self._pipeline_for(stored).options).add_capture_event(event)
 

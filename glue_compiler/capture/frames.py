@@ -12,6 +12,7 @@ import enum
 import functools
 import logging
 import sys
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import CodeType
@@ -27,7 +28,7 @@ from glue_compiler.capture.layer_regions import KnownLayers, LayerRegions
 from glue_compiler.capture.regions import Loops
 from glue_compiler.capture.size_assumptions import SizeAssumptions
 from glue_compiler.capture.traced_writes import TracedWrites
-from glue_compiler.compat import dynamo, dynamo_tracing, inductor, layer_calls
+from glue_compiler.compat import dynamo, dynamo_tracing, inductor, layer_calls, python_checkpoints
 from glue_compiler.errors import GlueGradientLeafError, GlueSizeError, first_line
 
 log = logging.getLogger(__name__)
@@ -229,7 +230,15 @@ class FrameOwner(Protocol):
         """
         ...
 
+    def compiles_regions(self, stored: Mapping[str, Any]) -> bool: ...
+
     def record_capture(self, stored: Mapping[str, Any], event: CaptureEvent) -> None: ...
+
+
+_LEFT_CHECKPOINT = (
+    "a graph ends in the body of a checkpoint, as at a hook: torch runs all of that body in eager mode. With "
+    "options={'regions': 'auto'} it is compiled"
+)
 
 
 def _convert_as(asked: Asked, frame: Frame) -> Any:
@@ -245,9 +254,22 @@ def _convert_as(asked: Asked, frame: Frame) -> Any:
 
 def install(backend_class: type[FrameOwner]) -> None:
     """Make Dynamo convert the frames of ``backend_class``'s compiles through :func:`convert_frame`."""
+    compiles_bodies: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+
+    def compiles_body(callback: Any) -> bool:
+        """Is what a checkpoint in Python calls compiled? With regions, as it would be without the checkpoint."""
+        if callback not in compiles_bodies:
+            backend, stored = dynamo.innermost_backend(callback)
+            is_ours = isinstance(backend, backend_class)
+            in_regions = is_ours and backend.compiles_regions(stored) and not dynamo.ranks_compile_together()
+            if is_ours and not in_regions:
+                backend.record_capture(stored, CaptureEvent(_LEFT_CHECKPOINT, retried=False))
+            compiles_bodies[callback] = in_regions
+        return compiles_bodies[callback]
 
     def hook(backend: FrameOwner, stored: Mapping[str, Any], traced: Any, convert: Callable[[], Any]) -> Any:
         asked, known = backend.begin_frame(stored, traced.f_code), backend.known_failures
+        python_checkpoints.compile_bodies(compiles_body)
         record = functools.partial(backend.record_capture, stored)
         frame = Frame(convert, record, known.of(traced), known.note)
         convert_one = functools.partial(_convert_as, asked)

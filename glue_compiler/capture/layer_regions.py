@@ -23,7 +23,7 @@ import torch
 from torch import fx, nn
 
 from glue_compiler.capture import bytecode
-from glue_compiler.compat import dynamo_tracing, frame_places, layer_calls, loop_tails
+from glue_compiler.compat import dynamo_tracing, frame_places, layer_calls, loop_tails, python_checkpoints
 from glue_compiler.compat.layer_calls import ModuleCall
 from glue_compiler.compat.loop_tails import Tail
 
@@ -180,15 +180,25 @@ class LayerRegions(dynamo_tracing.TracingObserver):
     _seen: dict[_Kind, _Seen] = field(default_factory=dict)
     _inside: ModuleCall | None = None
     """The call of a layer that is being traced: what it calls is its own."""
+    _in_checkpoint: bool = False
+    """Does the call that is being traced run the layer in a checkpoint?"""
     _left_at: int | None = None
     """The instruction of the converted function in which Python calls layers."""
 
     def begins(self) -> None:
-        self._seen, self._inside = {}, None
+        stopped, in_checkpoint = self._inside, self._in_checkpoint
+        self._seen, self._inside, self._in_checkpoint = {}, None, False
+        # Tracing has stopped in the first layer's checkpoint: Python calls it, and those of all others.
+        if stopped is not None and in_checkpoint and python_checkpoints.CHECKPOINTS.is_available():
+            self.known.add(stopped.module, self._kinds)
 
     def calls(self, call: ModuleCall) -> str | None:
+        if self._inside is not None:
+            if call.module is self._inside.module and dynamo_tracing.bodies_around(call.frame):
+                self._in_checkpoint = True
+            return None
         # What takes no tensor, as a wrapper's ``__getattr__``, is no call of a layer.
-        if self._inside is not None or call.may_not_break or not layer_calls.take_tensor(call.arguments):
+        if call.may_not_break or not layer_calls.take_tensor(call.arguments):
             return None
         kind = self.known.kind_of(call.module)
         if kind is None and self.known.lie_in(call.module, call.code):
@@ -213,7 +223,7 @@ class LayerRegions(dynamo_tracing.TracingObserver):
 
     def called(self, call: ModuleCall) -> None:
         if self._inside is call:
-            self._inside = None
+            self._inside, self._in_checkpoint = None, False
             kind = self._kinds.get(call.module)
             seen = None if kind is None else self._seen.get(kind)
             if seen is not None and seen.call is call:

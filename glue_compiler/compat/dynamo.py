@@ -97,7 +97,7 @@ def install_frame_hook(is_ours: Callable[[Any], bool], hook: FrameHook) -> None:
 
     @functools.wraps(original)
     def convert_frame(self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
-        compiler_fn, stored = _innermost_backend(self._torchdynamo_orig_backend)
+        compiler_fn, stored = innermost_backend(self._torchdynamo_orig_backend)
         with unobserved():
             if not is_ours(compiler_fn):
                 return original(self, frame, *args, **kwargs)
@@ -107,7 +107,7 @@ def install_frame_hook(is_ours: Callable[[Any], bool], hook: FrameHook) -> None:
     ConvertFrameAssert.__call__ = convert_frame  # type: ignore[method-assign]
 
 
-def _innermost_backend(backend: Any) -> tuple[Any, Mapping[str, Any]]:
+def innermost_backend(backend: Any) -> tuple[Any, Mapping[str, Any]]:
     """Look through what Dynamo, ``torch.compile`` and DDP wrap around a backend."""
     stored: Mapping[str, Any] = {}
     while True:

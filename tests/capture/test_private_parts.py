@@ -15,6 +15,7 @@ from glue_compiler.compat import (
     features,
     inductor,
     layer_calls,
+    python_checkpoints,
     tracing,
 )
 from glue_compiler.compat.parts import ANY, Feature, Uses
@@ -38,6 +39,7 @@ TOOLS = (
     inductor.OPTIONS,
     inductor.HAND_OFF,
     layer_calls.REGIONS,
+    python_checkpoints.CHECKPOINTS,
 )
 ALL = (*USED, *TOOLS, dynamo.FRAMES)
 RENAMED = [(feature, path) for feature in ALL for path in feature.parts]

@@ -38,8 +38,10 @@ def ddp(compiles_inside=False, accumulates=False, **how: Any) -> Engine:
     return Engine(prepare, 2, around) if accumulates else Engine(prepare)
 
 
-def fsdp(compiled="before", accumulates=False, shape=None, tolerance=1e-10, **how: Any) -> Engine:
+def fsdp(compiled="before", accumulates=False, shape=None, tolerance=1e-10, checkpoints=False, **how: Any) -> Engine:
     def prepare(model, compiles):
+        if checkpoints:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
         world = torch.distributed.get_world_size()
         names = {"mesh_dim_names": ("replicate", "shard")} if shape else {}
         mesh = torch.distributed.init_device_mesh("cpu", shape or (world,), **names)
@@ -161,6 +163,7 @@ FSDP = {
     "layers, accumulates": fsdp("layers", accumulates=True),
     "after, accumulates": fsdp("after", accumulates=True),
 }
+IN_REGIONS = {"before": FSDP["before"], "after": FSDP["after"], "checkpointed": fsdp("after", checkpoints=True)}
 HSDP = {
     "layers": fsdp("layers", shape=(2, 2)),
     "after": fsdp("after", shape=(2, 2)),
@@ -175,4 +178,4 @@ EXPERTS = {
     "all_reduce, layers": expert_parallel("all_reduce", by_layers=True),
     "all_to_all, whole": expert_parallel("all_to_all"),
 }
-FAMILIES = {"ddp": DDP, "fsdp": FSDP, "hsdp": HSDP, "tensor": TENSOR, "experts": EXPERTS}
+FAMILIES = {"ddp": DDP, "fsdp": FSDP, "regions": IN_REGIONS, "hsdp": HSDP, "tensor": TENSOR, "experts": EXPERTS}

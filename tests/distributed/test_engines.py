@@ -58,17 +58,21 @@ def test_fsdp(two_ranks, name):
 
 
 def run_in_regions(name: str) -> Trained:
-    return train(engines.FAMILIES["fsdp"][name], "qwen3", {"regions": "auto"}, LAYERS)
+    return train(engines.IN_REGIONS[name], "qwen3", {"regions": "auto"}, LAYERS)
 
 
-@pytest.mark.parametrize("name", ["before", "after"])
+@pytest.mark.parametrize("name", engines.IN_REGIONS)
 def test_fsdp_in_regions(two_ranks, name):
-    """One compile for all layers of a length; their hooks, between which weights are whole, run as in eager."""
-    engine = engines.FAMILIES["fsdp"][name]
+    """One compile for all layers of a length; their hooks, between which weights are whole, run as in eager.
+
+    With transformers 5.17 and older the hooks are inside of a checkpoint, which Python calls then; what it computes
+    again are inputs that are views no more, which is a compile of its own for sizes that vary.
+    """
+    engine = engines.IN_REGIONS[name]
     found = two_ranks.run(run_in_regions, name)
     assert_same(found, reference(2, "qwen3", engine.parts, engine.steps, **LAYERS), engine)
     for each in found:
-        assert attentions(each.counts) == 2, each.counts
+        assert attentions(each.counts) in (2, 3), each.counts
         assert each.counts[LOSSES] == 2
 
 

@@ -150,7 +150,8 @@ def one_call(program: dict[str, Any], inputs: Any, context: Any, results: dict[s
         results |= {f"gradient of input {i}": g for (i, _), g in zip(leaves, found, strict=True)}
         take(program, outputs, "differentiated", results, memory)
         for (_, value), gradient in zip(leaves, found, strict=True):
-            if gradient is not None:
+            # Zeros may stand for None, and a step with zeros decays a weight.
+            if gradient is not None and (gradient.any() or not program["ZERO_FOR_NONE"]):
                 program["step"](value, gradient)
     take(program, outputs, "stepped", results, memory)
 

@@ -1,0 +1,68 @@
+"""Dynamo: a checkpoint that Python calls, because a graph ends in its body, as at a hook of FSDP2.
+
+torch runs such a checkpoint, forward and recomputation, with Dynamo off for all that it calls. Here its body is run
+with the compile of the code that calls the checkpoint, as ``checkpoint(torch.compile(function), ...)`` does by hand.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch.utils.checkpoint
+
+from glue_compiler.compat.parts import ANY, Feature, Uses
+
+CHECKPOINTS = Feature(
+    "compile of what a checkpoint in Python calls",
+    {
+        "torch._C._dynamo.eval_frame:set_eval_frame": ANY,
+        "torch._compile:_disable_dynamo": Uses(texts=("__dynamo_disable",)),
+        "torch._dynamo.decorators:skip": Uses(("fn",)),
+        "torch.utils.checkpoint:checkpoint.__wrapped__": Uses(("function",)),
+    },
+)
+
+_lock = threading.Lock()
+
+
+def compile_bodies(is_compiled: Callable[[Any], bool]) -> None:
+    """From now on, ask ``is_compiled`` at each checkpoint that Python calls in compiled code, with Dynamo's callback.
+
+    A checkpoint outside of compiled code is torch's own.
+    """
+    with _lock:
+        checkpoint: Any = torch.utils.checkpoint.checkpoint.__wrapped__  # type: ignore[attr-defined]
+        if hasattr(getattr(checkpoint, "__dynamo_disable", None), "glue_asks") or not CHECKPOINTS.is_available():
+            return
+        from torch._C._dynamo.eval_frame import set_eval_frame
+        from torch._dynamo.decorators import skip
+
+        disabled = torch._dynamo.disable(checkpoint, wrapping=False)
+
+        @skip
+        def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            callback = set_eval_frame(None)
+            try:
+                if callable(callback) and is_compiled(callback):
+                    function = _with_callback(function, callback)
+                return disabled(function, *args, **kwargs)
+            finally:
+                set_eval_frame(callback)
+
+        call.glue_asks = True  # type: ignore[attr-defined]
+        checkpoint.__dynamo_disable = call
+
+
+def _with_callback(function: Callable[..., Any], callback: Any) -> Callable[..., Any]:
+    from torch._C._dynamo.eval_frame import set_eval_frame
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before = set_eval_frame(callback)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            set_eval_frame(before)
+
+    return call

@@ -1,0 +1,119 @@
+"""A checkpoint that Python calls, as a graph ends in its body: in regions its body is compiled, else told."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from glue_compiler.compat import python_checkpoints
+from glue_compiler.compat.parts import ANY
+from tests.capture.test_layer_regions import Checkpointed, Layer, Run, WithHead, ids, layers
+
+REASON = "a graph ends in the body of a checkpoint"
+
+
+class Reentrant(Layer):
+    def __call__(self, *args, **kwargs):
+        call = functools.partial(super().__call__, **kwargs)
+        return checkpoint(call, *args, use_reentrant=True) if self.training else call(*args)
+
+
+class WithDropout(Checkpointed):
+    def forward(self, x, mask=None):
+        return nn.functional.dropout(super().forward(x, mask), 0.2)
+
+
+def hooked(kind=Checkpointed, count=5):
+    """Layers with a hook inside of their checkpoint that Dynamo does not trace, as those of FSDP2."""
+    made = layers(count, kind)
+    for layer in made:
+        layer.calls = 0
+        layer.register_forward_pre_hook(count_call)
+    return WithHead(made)
+
+
+@torch._dynamo.disable
+def count_call(module, args):
+    module.calls += 1
+
+
+@pytest.mark.parametrize("kind", [Checkpointed, pytest.param(Reentrant, marks=pytest.mark.slow)])
+def test_layers_are_compiled_once_for_a_length_and_once_for_all_others(kind):
+    run = Run(hooked(kind))
+    for length in (12, 17, 9):
+        run.step(ids(length))
+    assert [layer.calls for layer in run.model.decoder.layers] == [3 * 2] * 5  # forward and recomputation
+    # A reentrant one's forward has no gradients.
+    assert run.regions == [f"{kind.__name__} x5"] * (2 if kind is Checkpointed else 4)
+    assert {graph.region for graph in run.session.graphs} == {None, f"{kind.__name__} x5"}
+    assert not any(REASON in event.reason for event in run.session.capture_events)
+
+
+@pytest.mark.slow
+def test_a_break_deep_in_a_layer():
+    class Broken(Checkpointed):
+        def forward(self, x, mask=None):
+            return x + broken(super().forward(x, mask))
+
+    run = Run(WithHead(layers(5, Broken))).step(ids()).step(ids(17)).step(ids(9))
+    assert set(run.regions) == {"Broken x5"}
+
+
+@pytest.mark.slow
+def test_two_lengths_before_one_backward():
+    """The second one's forward compiles for all lengths; the first one is computed again as it was computed."""
+    run = Run(hooked())
+    for model, call in ((run.model, run.compiled), (run.eager, run.eager)):
+        model.zero_grad()
+        (call(ids(12)) + call(ids(17)) * 2).backward()
+    for mine, theirs in zip(run.model.parameters(), run.eager.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-10, atol=1e-12)
+    run.look(ids(9)).step(ids(14))
+
+
+@pytest.mark.slow
+def test_random_numbers_are_drawn_again():
+    run = Run(hooked(WithDropout))
+    for length in (12, 17, 12):
+        torch.manual_seed(length)
+        mine = run._step(run.model, run.compiled, ids(length))
+        torch.manual_seed(length)
+        theirs = run._step(run.eager, run.eager, ids(length))
+        for name, want in theirs.items():
+            torch.testing.assert_close(mine[name], want, rtol=1e-10, atol=1e-12, msg=name)
+
+
+def test_whole_graphs_leave_it_to_torch_and_say_so():
+    run = Run(hooked(), {"regions": "whole"}).step(ids()).step(ids(20))
+    assert max(graph.nodes_before for graph in run.session.graphs) < 10
+    assert [event.reason.startswith(REASON) for event in run.session.capture_events].count(True) == 1
+
+
+def test_outside_of_compiled_code_a_checkpoint_is_torchs_own(monkeypatch):
+    Run(hooked()).step(ids())
+
+    def compiled(*_):
+        raise AssertionError("asked")
+
+    monkeypatch.setattr(python_checkpoints, "_with_callback", compiled)
+    x = torch.randn(3, requires_grad=True)
+    checkpoint(torch.sin, x, use_reentrant=False).sum().backward()
+    torch.testing.assert_close(x.grad, x.cos())
+    other = torch.compile(lambda x: checkpoint(broken, x, use_reentrant=False), backend="eager")
+    torch.testing.assert_close(other(x), x.sin())
+
+
+def broken(x):
+    torch._dynamo.graph_break()
+    return x.sin()
+
+
+def test_a_torch_whose_checkpoint_has_moved_is_left_alone(monkeypatch):
+    monkeypatch.setattr(python_checkpoints.CHECKPOINTS, "_is_available", None)
+    monkeypatch.setattr(python_checkpoints.CHECKPOINTS, "parts", {"torch._compile:moved": ANY})
+    monkeypatch.delattr(torch.utils.checkpoint.checkpoint.__wrapped__, "__dynamo_disable", raising=False)
+    with pytest.warns(UserWarning, match="compile of what a checkpoint in Python calls is off"):
+        run = Run(hooked()).step(ids())
+    assert run.regions == []
