@@ -1,4 +1,7 @@
-"""A checkpointed layer is compiled twice: to compute its inside again in backward, and to keep what backward needs."""
+"""A checkpointed layer is compiled twice: to compute its inside again in backward, and to keep what backward needs.
+
+What a call keeps stays on the device, or is moved to the host until backward comes to the layer behind it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from glue_compiler.fx.bodies import CHECKPOINT
 from glue_compiler.fx.copying import copy_graph_module
 from glue_compiler.fx.effects import EffectAnalysis, Kind
 from glue_compiler.handoff.hand_off import HandOff
-from glue_compiler.memory.layer_plan import Budget, LayerPlan, memory_on
+from glue_compiler.memory.layer_plan import Budget, Choice, LayerPlan, memory_on
 from glue_compiler.options import GlueOptions
 
 
@@ -38,15 +41,17 @@ class LayerVariants:
         if not torch.is_grad_enabled() or saved_tensor_hooks.are_active() or runtime.backward_id() is not None:
             return self.computes_again(*inputs)
         plan, layer, units = self.plan, id(inputs[self.weight]), inputs[self.states].numel()
-        kept, before = plan.keeps(layer, self.kind, units), plan.allocated()
+        choice, before = plan.choice(layer, self.kind, units), plan.before_call()
+        again = choice is Choice.AGAIN
         try:
-            results = (self.keeps if kept else self.computes_again)(*inputs)
+            call = self.computes_again if again else self.keeps
+            results = plan.mover.run(call, inputs, moves=choice is Choice.MOVE, frees=choice is Choice.KEEP)
         except torch.OutOfMemoryError as error:
-            if kept and hasattr(error, "add_note"):
+            if not again and hasattr(error, "add_note"):
                 error.add_note("glue: fewer layers will keep what backward needs. Run this step again.")
             plan.ran_out()
             raise
-        plan.called(layer, units, kept, before, results)
+        plan.called(layer, units, choice, before, results)
         return results
 
 

@@ -3,11 +3,14 @@
 All calls of a layer's compiled code cost the same, so what one takes is measured and not predicted: by how much more is
 allocated behind a call that keeps than behind one that computes again. The most that was allocated in a step says what
 all else takes. Then the last layers of the model keep, as many as fit: what they keep is the first that backward frees.
+Of the layers before them some keep on the host, so far apart that each copy has ended before the next one starts.
 """
 
 from __future__ import annotations
 
+import enum
 import logging
+import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -18,7 +21,9 @@ import torch
 
 from glue_compiler.byte_sizes import with_unit
 from glue_compiler.memory.budget import limit_of
+from glue_compiler.memory.moved_calls import Mover
 from glue_compiler.ops.device_memory import memory_of
+from glue_compiler.ops.device_rates import rates_of
 
 log = logging.getLogger(__name__)
 
@@ -27,14 +32,32 @@ SHARE = 0.97
 """Of the budget is planned for: blocks of the allocator are larger than what lies in them."""
 
 
+class Choice(enum.Enum):
+    """What a call of a layer does with what its backward needs."""
+
+    AGAIN = "compute it again"
+    KEEP = "keep it on the device"
+    MOVE = "keep it on the host"
+
+
 class Memory(Protocol):
-    """Of one device, in bytes: what tensors hold, the most that they ever held, and what a budget comes to now."""
+    """Of one device, in bytes: what tensors hold, the most that they ever held, and what a budget comes to now.
+
+    And its time: ``clock`` marks a place in what it computes, ``seconds`` lie between two, None if it is not there yet.
+    ``link``: bytes a second to the host.
+    """
 
     def allocated(self) -> int: ...
 
     def peak(self) -> int: ...
 
     def limit(self, budget: Budget) -> int: ...
+
+    def clock(self) -> Any: ...
+
+    def seconds(self, start: Any, end: Any) -> float | None: ...
+
+    def link(self) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -55,6 +78,17 @@ class CudaMemory:
         memory = memory_of(self.device)
         assert memory is not None
         return limit_of(budget, memory, self.allocated())
+
+    def clock(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def seconds(self, start: Any, end: Any) -> float | None:
+        return start.elapsed_time(end) / 1e3 if end.query() else None
+
+    def link(self) -> float:
+        return rates_of(self.device).link
 
 
 def memory_on(device: torch.device) -> Memory | None:
@@ -77,6 +111,31 @@ def last_that_fit(layers: dict[int, Hashable], extra: Mapping[Hashable, float], 
     return found
 
 
+def spread(layers: dict[int, Hashable], kept: int, copies: Mapping[Hashable, float]) -> list[int]:
+    """The layers that keep on the host: no copy starts before the one before has ended, the last one in forward.
+
+    Args:
+        layers: as for :func:`last_that_fit`. kept: how many of the last ones keep on the device. What comes back takes
+            the memory of one of these, which are through by then, or of two where no layer lies between two that move.
+        copies: kind → how many layers' forwards a copy takes; of a kind that is not in it none move.
+    """
+    found, free_at = [], 0
+    for at, (layer, kind) in enumerate(list(layers.items())[: len(layers) - kept]):
+        apart = max(1, math.ceil(copies[kind])) if kind in copies else len(layers)
+        if at >= free_at and at + apart < len(layers) and kept >= (2 if apart == 1 else 1):
+            found.append(layer)
+            free_at = at + apart
+    return found
+
+
+@dataclass(frozen=True)
+class Before:
+    """A call's device, before it: bytes that tensors hold, and the place in what it computes."""
+
+    allocated: int
+    clock: Any
+
+
 class _Round:
     """A forward through the layers, whose backward has not come to the first of them yet."""
 
@@ -93,15 +152,21 @@ class LayerPlan:
 
     Attributes:
         told: called with a sentence when another number of layers keeps.
+        mover: runs their calls.
     """
 
     def __init__(self, budget: Budget, memory: Memory) -> None:
         self._budget, self._memory = budget, memory
         self.told: list[Callable[[str], None]] = []
+        self.mover = Mover()
         self._layers: dict[int, Hashable] = {}
-        self._keeping: frozenset[int] = frozenset()
+        self._choices: dict[int, Choice] = {}
+        """Layer → what it does; all others compute again."""
         self._grown: dict[tuple[Hashable, bool], float] = {}
         """(kind, does it keep?) → bytes for each unit by which a call makes what is allocated grow."""
+        self._seconds: dict[Hashable, float] = {}
+        """Kind → of a forward that computes again in backward, for each unit."""
+        self._timed: list[tuple[Hashable, int, Any, Any]] = []
         self._besides: dict[int, int] = {}
         """Units of a step → the most that it takes beside what layers keep."""
         self._waiting: list[weakref.ref[_Round]] = []
@@ -118,8 +183,8 @@ class LayerPlan:
         """Code of a layer is compiled: what this step takes shows nothing."""
         self._has_compiled = True
 
-    def keeps(self, layer: int, kind: Hashable, units: int) -> bool:
-        """Does this call of a layer keep what backward needs?
+    def choice(self, layer: int, kind: Hashable, units: int) -> Choice:
+        """What this call of a layer does.
 
         Args:
             layer: stands for the layer in all of its calls. kind: layers that take the same for each unit.
@@ -129,27 +194,29 @@ class LayerPlan:
         self._layers[layer] = kind
         if is_first:
             self._begin_round(units)
-        return layer in self._keeping
+        return self._choices.get(layer, Choice.AGAIN)
 
-    def called(self, layer: int, units: int, kept: bool, before: int | None, outputs: Sequence[Any]) -> None:
-        """A call that :meth:`keeps` was asked about has run; ``before``: what :meth:`allocated` said."""
-        kind = self._layers[layer]
+    def called(self, layer: int, units: int, choice: Choice, before: Before | None, outputs: Sequence[Any]) -> None:
+        """A call that :meth:`choice` was asked about has run; ``before``: what :meth:`before_call` said."""
+        kind, kept = self._layers[layer], choice is Choice.KEEP
         if before is not None and not self._has_compiled:
-            grown = (self._memory.allocated() - before) / max(1, units)
+            grown = (self._memory.allocated() - before.allocated) / max(1, units)
             self._grown[kind, kept] = min(grown, self._grown.get((kind, kept), grown))
+            if not kept:
+                self._timed.append((kind, units, before.clock, self._memory.clock()))
         if kept:
             self._kept[kind] += units
         if layer == next(iter(self._layers)):
             self._wait_for_backward(outputs)
 
-    def allocated(self) -> int | None:
-        """Bytes; None where they are not asked for, as the host takes a while to count them."""
-        return self._memory.allocated() if self._measures else None
+    def before_call(self) -> Before | None:
+        """None where it is not asked for, as the host takes a while to count what is allocated."""
+        return Before(self._memory.allocated(), self._memory.clock()) if self._measures else None
 
     def ran_out(self) -> None:
         """A call that keeps found no memory: the next step takes less than was there."""
         self._limit = min(self._limit or self._peak, int(SHARE * self._memory.peak()))
-        self._keeping = frozenset()
+        self._choices = {}
 
     def _wait_for_backward(self, outputs: Sequence[Any]) -> None:
         node = next((each.grad_fn for each in outputs if getattr(each, "grad_fn", None) is not None), None)
@@ -179,21 +246,29 @@ class LayerPlan:
         self._units, self._rounds, self._kept, self._has_compiled = units, 0, Counter(), False
         self._steps += 1
         self._peak, self._seen = self._memory.peak(), 0
-        keeping = frozenset(self._choose(units))
-        if keeping != self._keeping and len(self._grown) > 1:
+        keeping = self._choose(units)
+        choices = {**dict.fromkeys(keeping, Choice.KEEP), **dict.fromkeys(self._move(keeping, units), Choice.MOVE)}
+        if choices != self._choices and len(self._grown) > 1:
             extra = self._extra()
             kept = sum(extra.get(self._layers[layer], 0.0) for layer in keeping) * units * self._most_rounds
+            moved = f", {len(choices) - len(keeping)} on the host" if len(choices) > len(keeping) else ""
             text = (
                 f"{len(keeping)} of {len(self._layers)} layers keep what backward needs: {with_unit(int(kept))}, with "
-                f"{with_unit(self._limit or 0)} for a step"
+                f"{with_unit(self._limit or 0)} for a step{moved}"
             )
             log.info(text)
             for tell in self.told:
                 tell(text)
-        self._keeping = keeping
+        self._choices = choices
 
     def _look_back(self) -> None:
-        """At the step that is over: what did it take beside what layers have kept?"""
+        """At the step that is over: how long were its calls, and what did it take beside what layers have kept?"""
+        timed, self._timed = self._timed, []
+        for kind, units, start, end in timed:
+            seconds = self._memory.seconds(start, end)
+            if seconds is not None:
+                each = seconds / max(1, units)
+                self._seconds[kind] = min(each, self._seconds.get(kind, each))
         if self._has_compiled or not self._rounds:
             return
         peak, extra = max(self._seen, self._memory.peak()), self._extra()
@@ -206,6 +281,7 @@ class LayerPlan:
         self._besides[self._units] = min(besides, self._besides.get(self._units, besides))
 
     def _choose(self, units: int) -> list[int]:
+        """The layers that keep on the device."""
         if self._steps == 1:
             return []
         extra = self._extra()
@@ -218,6 +294,14 @@ class LayerPlan:
             self._limit = self._memory.limit(self._budget)
         room = SHARE * self._limit - self._expected(units)
         return last_that_fit(self._layers, {k: v * units * self._most_rounds for k, v in extra.items()}, room)
+
+    def _move(self, keeping: Sequence[int], units: int) -> list[int]:
+        """The layers that keep on the host, once it is known what steps take, beside those that keep on the device."""
+        if self._measures or not keeping or self._most_rounds > 1:
+            return []
+        rate, extra = self._memory.link(), self._extra()
+        copies = {kind: extra[kind] / rate / self._seconds[kind] for kind in extra if self._seconds.get(kind)}
+        return spread(self._layers, len(keeping), copies)
 
     def _extra(self) -> dict[Hashable, float]:
         """Kind → bytes for each unit that a call keeps beside what one holds that computes again."""

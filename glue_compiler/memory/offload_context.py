@@ -104,12 +104,17 @@ class SavedInput:
             self._note_change()
             self._host = self._copies.start_offload(self._source, pinned_limit)
 
-    def drop_source(self) -> None:
-        """The current stream waits for the copy, and the device memory may go."""
-        if self._host is not None and self._source is not None:
+    def drop_source(self, at_once: bool = True) -> bool:
+        """The current stream waits for the copy, and the device memory may go; not ``at_once``: only if it has ended.
+
+        Returns:
+            Is it gone?
+        """
+        if self._host is not None and self._source is not None and (at_once or self._copies.has_ended(self._host)):
             self._copies.wait_offload(self._host)
             self._note_change()
             self._source = None
+        return self._source is None
 
     def prefetch(self) -> None:
         """Start the copy back, once."""

@@ -69,6 +69,12 @@ class CopyEngine:
         copy = self._wait(host)
         return None if copy is None else copy.event
 
+    def has_ended(self, host: Tensor) -> bool:
+        """Has the copy that fills ``host`` ended? Does not wait."""
+        with self._lock:
+            copy = self._in_flight.get(host.data_ptr())
+        return copy is None or bool(copy.event.query())
+
     def start_reload(self, host: Tensor, device: torch.device) -> Tensor:
         """A tensor on ``device`` that a copy of ``host`` is filling; to be read after :meth:`wait_reload` only."""
         # Allocated while the caller's stream is current, so the allocator knows it as that stream's memory.

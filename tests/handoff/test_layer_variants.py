@@ -1,5 +1,6 @@
 """Layers that keep what backward needs beside layers that compute it again: results are those of eager, any mixture."""
 
+import itertools
 from functools import partial
 
 import pytest
@@ -9,41 +10,45 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from glue_compiler.backend import GlueBackend
 from glue_compiler.handoff import layer_variants
-from glue_compiler.memory.layer_plan import SHARE
+from glue_compiler.memory.layer_plan import SHARE, Choice
+from glue_compiler.memory.moved_calls import Mover
+from glue_compiler.ops.copy_engine import CopyEngine
 from glue_compiler.report.session import Session
 from tests.capture.test_layer_regions import Checkpointed, Decoder, Layer, Run, WithHead, ids, layers
 from tests.slow import one_in
 
 
 class Scripted:
-    """A plan that keeps the calls whose numbers are given."""
+    """A plan that keeps the calls whose numbers are given; ``moving`` of them on the host."""
 
-    def __init__(self, keeping):
-        self.keeping, self.numbers, self.asked, self.told = keeping, iter(range(10**6)), [], []
+    def __init__(self, keeping, moving=lambda n: False):
+        self.keeping, self.moving, self.numbers = keeping, moving, iter(range(10**6))
+        self.asked, self.told, self.mover = [], [], Mover(CopyEngine(), least=1)
 
     def compiles(self):
         pass
 
-    def allocated(self):
+    def before_call(self):
         return None
 
-    def keeps(self, layer, kind, units):
+    def choice(self, layer, kind, units):
         self.asked.append((layer, str(kind), units))
-        return self.keeping(next(self.numbers))
+        number = next(self.numbers)
+        return Choice.MOVE if self.moving(number) else Choice.KEEP if self.keeping(number) else Choice.AGAIN
 
     def called(self, *_):
         pass
 
     def ran_out(self):
-        self.keeping = lambda _: False
+        self.keeping = self.moving = lambda _: False
 
 
 @pytest.fixture
 def planned(monkeypatch):
     """``planned(keeping, model)``: a run whose layers keep as scripted, and the script."""
 
-    def make(keeping, model, **options):
-        plan = Scripted(keeping)
+    def make(keeping, model, moving=lambda n: False, **options):
+        plan = Scripted(keeping, moving)
         monkeypatch.setattr(layer_variants, "memory_on", lambda device: plan)
         monkeypatch.setattr(layer_variants, "LayerPlan", lambda *_: plan)
         return Run(model, {"memory_budget": 10**9, **options}), plan
@@ -77,6 +82,57 @@ def test_any_mixture_has_eagers_loss_and_gradients(planned, keeping):
     assert len(plan.asked) == 12
     assert len({layer for layer, *_ in plan.asked}) == 4
     assert [units for *_, units in plan.asked[::4]] == [2 * 12 * 16, 2 * 9 * 16, 2 * 17 * 16]
+
+
+@pytest.mark.parametrize("moving", one_in(2, [lambda n: True, lambda n: n % 4 < 2, lambda n: n % 3 == 0]))
+def test_layers_that_keep_on_the_host_have_eagers_loss_and_gradients(planned, moving):
+    run, plan = planned(lambda n: n % 4 == 3, WithHead(layers(4, Checkpointed)), moving)
+    run.step(ids()).step(ids(9)).step(ids(17)).look(ids())
+    assert len(plan.asked) == 12
+
+
+def test_what_moves_and_when(planned, monkeypatch):
+    """What the layer makes; it is back when backward has come to the layer behind it, and before it is asked for."""
+    run, plan = planned(lambda n: n % 4 == 3, WithHead(layers(4, Checkpointed)), lambda n: n % 4 in (0, 2))
+    run.step(ids())
+    engine, events = plan.mover._copies, []
+    for name in ("start_offload", "wait_offload", "start_reload", "wait_reload"):
+        original = getattr(engine, name)
+        monkeypatch.setattr(
+            engine,
+            name,
+            lambda tensor, *rest, n=name, f=original: (events.append((n, tensor.shape)), f(tensor, *rest))[1],
+        )
+    loss = run.compiled(ids())
+    out = [shape for name, shape in events if name == "start_offload"]
+    assert [name for name, _ in events].count("wait_offload") == len(out)  # the last layer keeps: all has left
+    assert len(out) >= 2 * 8  # projections, products and statistics of two layers
+    assert torch.Size((16, 16)) not in out  # weights stay, and the layers' inputs
+    assert torch.Size((2, 12, 16)) in out
+    events.clear()
+    loss.backward()
+    assert sorted(shape for name, shape in events if name == "start_reload") == sorted(out)
+    order = [name for name, _ in itertools.groupby(events, key=lambda event: event[0])]
+    assert order == ["start_reload", "wait_reload"] * 2  # all of a layer start before the first is asked for
+
+
+def test_a_graph_that_is_dropped_drops_what_has_moved(planned):
+    run, plan = planned(lambda n: False, WithHead(layers(4, Checkpointed)), lambda n: True)
+    run.step(ids())
+    loss = run.compiled(ids())
+    moved = plan.mover._before
+    assert moved._alive()
+    del loss
+    assert not moved._alive()
+    run.step(ids())
+
+
+def test_backward_twice_over_what_has_moved(planned):
+    run, _ = planned(lambda n: False, Embedded(layers(4, Checkpointed)), lambda n: n % 2 == 0)
+    states = torch.randn(2, 12, 16, dtype=torch.double, requires_grad=True)
+    with torch._functorch.config.patch(donated_buffer=False):
+        once, twice = (torch.autograd.grad(loss, states, retain_graph=True)[0] for loss in 2 * [run.compiled(states)])
+    torch.testing.assert_close(once, twice)
 
 
 def test_what_is_kept_is_not_computed_again(planned):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from glue_compiler.memory.layer_plan import SHARE, LayerPlan, last_that_fit
+from glue_compiler.memory.layer_plan import SHARE, Choice, LayerPlan, last_that_fit, spread
 
 LAYERS = list(range(10, 18))
 AGAIN, KEPT = 1, 5
 """Bytes of a call for each unit of its input."""
+FORWARD = 0.5
+"""Seconds of a call for each unit."""
 BASE, TAIL = 1000, 20
 """What is always there, and what head and loss take, for each unit."""
 
@@ -17,7 +19,8 @@ BASE, TAIL = 1000, 20
 class Device:
     """Steps of a model whose memory is counted by hand."""
 
-    def __init__(self, budget, layers=tuple(LAYERS)):
+    def __init__(self, budget, layers=tuple(LAYERS), rate=1e-9):
+        self.now, self.rate, self.moved = 0.0, rate, []
         self.held, self.most, self.budget = BASE, BASE, budget
         self.layers, self.told = list(layers), []
         self.plan = LayerPlan(budget, self)
@@ -32,6 +35,15 @@ class Device:
     def limit(self, budget):
         return budget
 
+    def clock(self):
+        return self.now
+
+    def seconds(self, start, end):
+        return end - start
+
+    def link(self):
+        return self.rate
+
     def take(self, nbytes):
         self.held += nbytes
         self.most = max(self.most, self.held)
@@ -40,16 +52,19 @@ class Device:
         """Of the layers: which keep; and what backward is to start from."""
         x, kept = torch.ones(1, requires_grad=True), []
         for layer in self.layers:
-            keeps = self.plan.keeps(layer, "kind", units)
-            before = self.plan.allocated()
+            choice = self.plan.choice(layer, "kind", units)
+            before = self.plan.before_call()
             x = x * 1.0
+            keeps = choice is Choice.KEEP
             self.take((KEPT if keeps else AGAIN) * units)
-            self.plan.called(layer, units, keeps, before, [x])
+            self.now += units * FORWARD
+            self.plan.called(layer, units, choice, before, [x])
             kept += [layer] if keeps else []
+            self.moved += [layer] if choice is Choice.MOVE else []
         return kept, x
 
     def step(self, units, rounds=1, backward=True):
-        base = self.held
+        base, self.moved = self.held, []
         forwards = [self.forward(units) for _ in range(rounds)]
         self.take(TAIL * units)
         for _, x in forwards:
@@ -81,6 +96,41 @@ def test_the_last_layers_keep_as_many_as_fit(keep):
     for _ in range(3):
         assert device.step(100) == LAYERS[len(LAYERS) - keep :]
     assert device.most <= max(device.budget, needed(100, 1))
+
+
+@pytest.mark.parametrize(
+    ("forwards", "keep", "moved"),
+    [
+        (3, 2, [10, 13]),  # at 16 the copy would not have ended in forward
+        (2.5, 1, [10, 13]),
+        (0.5, 2, [10, 11, 12, 13, 14, 15]),
+        (0.5, 1, []),  # two would be back at once
+        (3, 0, []),
+        (7, 1, [10]),
+        (8, 1, []),
+    ],
+)
+def test_layers_keep_on_the_host_as_far_apart_as_copies_take(forwards, keep, moved):
+    """``forwards``: how many of them one copy takes."""
+    device = Device(budget_for(100, keep), rate=(KEPT - AGAIN) / FORWARD / forwards)
+    device.learn(100)
+    for _ in range(3):
+        assert device.step(100) == LAYERS[len(LAYERS) - keep :]
+        assert device.moved == moved
+
+
+def test_no_layer_moves_where_two_forwards_wait_for_a_backward():
+    device = Device(budget_for(100, 4, rounds=2), rate=1e9)
+    device.learn(100, rounds=2)
+    assert device.step(100, rounds=2) == LAYERS[4:]
+    assert device.moved == []
+
+
+def test_kinds_move_as_far_apart_as_their_own_copies_take():
+    layers = dict(enumerate("aabbaabb"))
+    assert spread(layers, 1, {"a": 1.5, "b": 2.5}) == [0, 2, 5]
+    assert spread(layers, 1, {"b": 1.5}) == [2]
+    assert spread(layers, 1, {}) == []
 
 
 @pytest.mark.parametrize("when", [1, 2, 3, 5])
@@ -169,9 +219,9 @@ def test_the_peak_of_an_evaluation_is_not_the_steps():
 def test_what_is_allocated_is_asked_in_the_first_steps_alone():
     device = Device(budget_for(100, 4))
     device.learn(100)
-    assert device.plan.allocated() is not None
+    assert device.plan.before_call() is not None
     device.step(100)
-    assert device.plan.allocated() is None
+    assert device.plan.before_call() is None
 
 
 def test_memory_that_runs_out_makes_fewer_keep():
