@@ -76,7 +76,7 @@ class GlueBackend:
         asked = pipeline.options.memory_budget
         corrected, planned = self.replanner.graph(gm, in_bytes(pipeline.options, example_inputs), asked)
         pipeline = pipeline.with_options(corrected)
-        capture.check_leaves(gm, effects)
+        leaves = capture.leaves_of(gm, effects)
         groups, masks = results_apart(gm), look_at_masks(gm)
         observer = watchers.watch(corrected, self._session_for(corrected), planned, layers, layer_plan)
         with self.rewrites.undone_on_error():
@@ -111,6 +111,7 @@ class GlueBackend:
         deferred = [each for p in reports for each in p.deferred]
         call = defer_outputs(keep_apart(call, groups, [each.position for each in deferred]), deferred)
         call = remember_masks(call, {at: kind for p in reports for at, kind in p.returned_masks.items()})
+        call = capture.asking(call, leaves)
         changed = [p.name for p in reports if p.changed and p.numerics is Numerics.CLOSE]
         return observer.compiled(refuse_tangents(call, changed))
 

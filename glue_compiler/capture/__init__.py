@@ -14,7 +14,7 @@ Each says what it lets through, and why that is safe.
 """
 
 from glue_compiler.capture.frames import FLAGS, Asked, Capture, CaptureEvent, install
-from glue_compiler.capture.gradient_leaves import check_leaves
+from glue_compiler.capture.gradient_leaves import asking, leaves_of
 from glue_compiler.capture.index_puts import check_rows
 from glue_compiler.capture.known_failures import KnownFailures
 from glue_compiler.capture.layer_regions import KnownLayers, LayerKind
@@ -29,8 +29,9 @@ __all__ = [
     "KnownLayers",
     "LayerKind",
     "Loops",
-    "check_leaves",
+    "asking",
     "check_proved",
     "check_rows",
     "install",
+    "leaves_of",
 ]

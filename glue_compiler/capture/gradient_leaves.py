@@ -7,13 +7,15 @@ returned (2.13).
 Lets the call through and leaves it out of the graph: what traced code reads of the tensor afterwards is as in eager
 code, and what is lost is the tensor's own gradient. That is safe where nobody can have it: no other name stands for the
 tensor, as one does where an operator gave its operand back; the graph returns nothing that would ask for no gradient
-without the call (as the tensor, or what it alone makes ask); and nothing in the graph asks for gradients, or whether
-there are to be any. The first is asked where the call is traced, the others are read from the operators in
-:func:`check_leaves`, which runs them on fake tensors that do not ask. Other frames are left to Dynamo.
+without the call (what the tensor alone makes ask); and nothing in the graph asks for gradients, or whether there are to
+be any. The first is asked where the call is traced, the others are read from the operators in :func:`leaves_of`, which
+runs them on fake tensors that do not ask. Other frames are left to Dynamo. The tensor itself may be returned, as where
+layers are regions of their own, if nothing in the graph gives it a gradient: the result is made to ask.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from glue_compiler.compat.operator_calls import call_of
 from glue_compiler.errors import GlueGradientLeafError
 from glue_compiler.fx import bodies
 from glue_compiler.fx.effects import EffectAnalysis, Kind
+from glue_compiler.fx.reachable import reachable
 from glue_compiler.fx.records import Made
 from glue_compiler.fx.values import has_value, is_plain, storage_of, storages_of, tensors_in, value_of
 
@@ -53,15 +56,39 @@ def _is_new(node: fx.Node, value: torch.Tensor) -> bool:
     return operators.allocates(record.operators[made.step].overload) and storage_of(value) not in storages_of(others)
 
 
-def check_leaves(gm: fx.GraphModule, effects: EffectAnalysis) -> None:
-    """Raises GlueGradientLeafError if ``gm`` is not eager's program without the calls that were left out of it."""
+def leaves_of(gm: fx.GraphModule, effects: EffectAnalysis) -> list[int]:
+    """Which results of ``gm`` are tensors that a call that was left out of it made ask for a gradient.
+
+    Raises:
+        GlueGradientLeafError: if ``gm`` is not eager's program without those calls, but for these results.
+    """
     if not any(LEAF in node.meta for node in gm.graph.nodes):
-        return
+        return []
     effects.read_modes(gm)
     changed = _changed_in(gm, {}, effects)
+    results = _output_of(gm).args[0]
     for node in _output_of(gm).all_input_nodes:
-        if node in changed:
+        if node in changed and not (isinstance(results, tuple | list) and _has_all_of_its_gradient(node)):
             raise GlueGradientLeafError(f"'{node.name}' is returned, and asks for a gradient by requires_grad_() only")
+    return [at for at, each in enumerate(results) if isinstance(each, fx.Node) and each in changed]
+
+
+def _has_all_of_its_gradient(node: fx.Node) -> bool:
+    """Is ``node`` a tensor that is made to ask, and does nothing in the graph give it a gradient?"""
+    users = reachable([node], lambda each: each.users) - {node}
+    return LEAF in node.meta and not any(any(_asks(value_of(user))) for user in users if user.op != "output")
+
+
+def asking(call: Callable[..., Any], leaves: Sequence[int]) -> Callable[..., Any]:
+    """``call``, whose results at ``leaves`` ask for gradients."""
+
+    def compiled(*args: Any) -> Any:
+        results = call(*args)
+        for at in leaves:
+            results[at].requires_grad_()
+        return results
+
+    return compiled if leaves else call
 
 
 def _changed_in(gm: fx.GraphModule, changed: dict[fx.Node, Any], effects: EffectAnalysis) -> dict[fx.Node, Any]:

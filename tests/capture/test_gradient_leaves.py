@@ -56,6 +56,8 @@ class Adapted(nn.Module):
 
     def forward(self, ids: Tensor) -> Any:
         x = self.embedding(ids)
+        if self.how.get("returns") == "itself":
+            return x.detach().cos(), x, x
         if "use_reentrant" in self.how:
             out = checkpoint(self.layer, x, use_reentrant=self.how["use_reentrant"])
         else:
@@ -73,6 +75,8 @@ class Adapted(nn.Module):
                 return out * (2.0 if x.requires_grad and x.is_leaf and not self.base(x).is_leaf else 1.0)
             case "detached":
                 return out, x.detach()
+            case "beside":
+                return x, out.detach()
         return out
 
 
@@ -121,6 +125,21 @@ def test_a_tensor_that_stays_inside(how):
 def test_one_that_is_returned_and_what_it_alone_makes_ask(returns):
     (reason,) = assert_as_eager(Adapted(returns=returns))
     assert "is returned, and asks for a gradient by requires_grad_() only" in reason
+
+
+def test_one_that_is_returned_and_has_its_gradient_from_what_comes_behind():
+    """As the graph in front of layers that are regions of their own."""
+    for returns in ("itself", "beside"):
+        assert (assert_as_eager(Adapted(returns=returns)) == []) == (returns == "itself")
+    model = Adapted(returns="itself")
+    run = compile_with_glue(model)
+    _, x, again = run.call(IDS)
+    assert x is again
+    assert x.is_leaf
+    (x.sin().sum() + again.sum()).backward()
+    torch.testing.assert_close(x.grad, x.cos() + 1)
+    with torch.no_grad():
+        assert [each.requires_grad for each in run.call(IDS)] == [each.requires_grad for each in model(IDS)]
 
 
 def test_without_gradients():
