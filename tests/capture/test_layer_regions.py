@@ -187,6 +187,7 @@ def test_modules_side_by_side_are_no_layers():
     assert Run(SideBySide()).step(torch.randn(2, 5, 16).double()).regions == []
 
 
+@pytest.mark.slow
 def test_a_layer_is_not_divided_again():
     class Deep(nn.Module):
         def __init__(self):
@@ -229,6 +230,7 @@ def test_layers_in_a_checkpoint_from_outside_are_part_of_the_whole_graph(decoder
     assert any("body of a checkpoint" in reason for reason in run.reasons)
 
 
+@pytest.mark.slow
 def test_layers_in_wrappers_whose_functions_have_inner_functions():
     """The function's ``self`` is a cell, and an attribute of what is wrapped comes through ``__getattr__``."""
     run = Run(WithHead([checkpoint_wrapper(layer) for layer in layers(5)])).step(ids()).step(ids(20))

@@ -151,6 +151,7 @@ def test_lora_trains_adapters_and_vocabulary_only():
     assert any(".lora_" in name for name in trained)
 
 
+@pytest.mark.slow
 def test_glue_trains_like_eager_and_finds_documents_once_a_step():
     batches = packed_batches(4, tokens=64, documents=DOCUMENTS)
     eager, glue = (

@@ -89,6 +89,7 @@ def test_ranks_of_a_job_without_a_launcher_dump_to_folders_of_their_own(two_rank
     assert found == [str(tmp_path / f"rank_{rank}") for rank in range(2)]
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_ends_the_run_with_its_reason(two_ranks):
     with pytest.raises(RankFailed, match="^rank 1: (?s:.*)unknown option 'ofload'; did you mean 'offload'"):
         two_ranks.run(fails_on_one_rank)

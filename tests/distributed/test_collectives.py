@@ -260,6 +260,7 @@ def test_attention_between_dtensors_is_rewritten(sizes):
         assert report.passes[0].counts["packed"] == 1
 
 
+@pytest.mark.slow
 def test_ranks_that_agree_on_each_compile_convert_a_frame_once(monkeypatch):
     """Which try is the last may depend on a rank's data; each is a collective that the others must take part in."""
     agreed = []

@@ -72,7 +72,7 @@ def products_in_backward(run):
 
 
 @pytest.mark.parametrize(
-    "keeping", one_in(3, [lambda n: False, lambda n: True, lambda n: n % 2 == 0, lambda n: n % 7 < 3])
+    "keeping", one_in(4, [lambda n: n % 7 < 3, lambda n: False, lambda n: True, lambda n: n % 2 == 0])
 )
 def test_any_mixture_has_eagers_loss_and_gradients(planned, keeping):
     run, plan = planned(keeping, WithHead(layers(4, Checkpointed)))
@@ -135,6 +135,7 @@ def test_backward_twice_over_what_has_moved(planned):
     torch.testing.assert_close(once, twice)
 
 
+@pytest.mark.slow
 def test_what_is_kept_is_not_computed_again(planned):
     found = []
     for keeping in (lambda n: True, lambda n: n % 4 == 0, lambda n: False):
@@ -156,6 +157,7 @@ class Drops(Checkpointed):
         return super().forward(self.drop(x), mask)
 
 
+@pytest.mark.slow
 def test_random_numbers_of_the_forward_are_those_of_backward(planned):
     found = []
     for keeping in (lambda n: True, lambda n: False):
@@ -224,6 +226,7 @@ class Counts(Checkpointed):
         return super().forward(x * self.calls, mask)
 
 
+@pytest.mark.slow
 def test_a_layer_that_reads_what_it_writes_has_no_choice(planned):
     """In a recomputation it would read another number."""
     run, plan = planned(lambda n: True, WithHead(layers(4, Counts)))

@@ -81,7 +81,7 @@ def step(model, call, inputs):
         pytest.param(gemma3, 25, "aot_eager", marks=pytest.mark.slow),
         pytest.param(gpt_oss, 15, "aot_eager", marks=pytest.mark.slow),
         pytest.param(mamba2, 10, "aot_eager", marks=pytest.mark.slow),
-        (modernbert, 6, "aot_eager"),
+        pytest.param(modernbert, 6, "aot_eager", marks=pytest.mark.slow),
         # AOTAutograd's backward of this model runs under Inductor only, with or without glue (torch 2.13).
         pytest.param(qwen3_next, 2, "inductor", marks=pytest.mark.slow),
     ],

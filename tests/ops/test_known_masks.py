@@ -84,6 +84,7 @@ def test_what_is_remembered_again_holds_again():
     assert kind_of(mask) == MaskKind(False, False, -1)
 
 
+@pytest.mark.slow
 def test_it_is_gone_with_the_tensor():
     gc.collect()
     before = len(known_masks._known)

@@ -159,6 +159,7 @@ def test_a_planted_wrong_rewrite_ends_in_a_file_that_fails_alone(fn, wrong, what
     assert "before and after differ" in result.stdout
 
 
+@pytest.mark.slow
 def test_torchs_bisector_finds_the_rewrite_in_glue():
     x, weight = inputs()
     expected = model(x, weight)

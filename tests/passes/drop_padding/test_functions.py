@@ -6,6 +6,7 @@ from torch import nn
 
 from glue_compiler.testing import assert_rewritten, assert_untouched, capture, run_pass
 from tests.passes.drop_padding.padded_batches import Layer, assert_same_step, batch, compiled
+from tests.slow import one_in
 from tests.versions import MASKED_DOUBLE
 
 WEIGHT = torch.randn(16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -104,7 +105,7 @@ def mixed(function, weight=WEIGHT):
     return lambda model, x, mask: x + function.apply(x, weight)
 
 
-@pytest.mark.parametrize("function", [Product, Scaled])
+@pytest.mark.parametrize("function", one_in(2, [Product, Scaled]))
 @pytest.mark.parametrize(
     "compiler", ["aot_eager", pytest.param("inductor", marks=(MASKED_DOUBLE.mark, pytest.mark.slow))]
 )
@@ -143,6 +144,7 @@ def test_what_mixes_tokens_is_left_alone(mix, reason):
     assert reason in result.skip_reasons[0]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_product_with_a_weight_of_four_bits():
     bitsandbytes = pytest.importorskip("bitsandbytes")

@@ -181,6 +181,7 @@ def test_one_slot_assigns(make):
     assert_grouped(run)
 
 
+@pytest.mark.slow
 def test_assigning_into_another_layout_is_left_alone():
     """The rows of all experts cannot stand for it, and there is nothing to add them to."""
 

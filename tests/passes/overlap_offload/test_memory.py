@@ -44,6 +44,7 @@ def test_a_budget_that_is_met_moves_nothing_and_says_so(peaks):
     assert "the predicted peak is below the budget" in found.skips[-1].reason
 
 
+@pytest.mark.slow
 def test_without_a_plan_all_inputs_but_the_last_move_where_the_step_does_not_fit(peaks):
     found = report(Blocks(8), memory_budget=peaks[0] - 1)
     assert found.counts["moved"] == 7

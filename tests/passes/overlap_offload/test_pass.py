@@ -163,6 +163,7 @@ def test_a_partitioner_that_lost_its_edit_partitions_nothing():
         copied(torch.fx.GraphModule({}, torch.fx.Graph()), [], num_fwd_outputs=1)
 
 
+@pytest.mark.slow
 def test_a_violation_restores_both_graphs(monkeypatch):
     from glue_compiler.errors import GlueWarning
     from glue_compiler.passes import overlap_offload

@@ -386,6 +386,7 @@ def test_planning_ends_when_its_time_is_over(seconds):
     assert clock.seconds <= 1 + max(1, seconds) + 2  # the proof ends when a tenth of the time more is over
 
 
+@pytest.mark.slow
 def test_with_time_enough_all_plans_are_looked_at():
     step = chain(10)
     plan = plan_memory(step, RATES, 40 * MIB, frozenset(), seconds=1e6, clock=Clock())

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.captured import compile_with_glue
 from tests.passes.roll_loops import loops
+from tests.slow import one_in
 
 LENGTHS = (10, 13, 9, 21)
 
@@ -46,7 +47,7 @@ def test_one_graph_serves_all_lengths(fn):
     assert len(run.graphs) == 2 == rolled(run)  # of fixed and of varying sizes
 
 
-@pytest.mark.parametrize("fn", loops.LEFT, ids=lambda fn: fn.__name__)
+@pytest.mark.parametrize("fn", one_in(3, loops.LEFT), ids=lambda fn: fn.__name__)
 def test_what_is_not_proved_runs_as_eager_does(fn):
     run = compiled(fn)
     for length in LENGTHS[:2]:
@@ -117,7 +118,7 @@ def under_autocast(x, a, state):
 
 
 @pytest.mark.parametrize("is_inside", [True, False])
-@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("compiler", one_in(2, ["aot_eager", "inductor"]))
 def test_under_autocast(is_inside, compiler):
     fn = under_autocast if is_inside else in_half_precision
     run, given = compiled(fn, compiler=compiler), loops.inputs(10)
@@ -152,6 +153,7 @@ def test_two_forwards_before_a_backward():
     torch.testing.assert_close(found, wanted)
 
 
+@pytest.mark.slow
 def test_inductor_computes_the_same():
     run = compiled(loops.recurrence, compiler="inductor")
     for length in LENGTHS[:2]:

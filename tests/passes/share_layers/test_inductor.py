@@ -54,6 +54,7 @@ def test_bodies_know_sizes_that_none_of_their_operands_has():
     assert report.counts["bodies"] >= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "reason"), [({"cpp_wrapper": True}, "cpp_wrapper"), ({"triton.cudagraphs": True}, "CUDA graphs")]
 )

@@ -246,6 +246,7 @@ def test_what_comes_out_of_a_body_is_no_view_for_autograd():
     found.mul_(2).sum().backward()  # an error, if it were one
 
 
+@pytest.mark.slow
 def test_a_dump_has_the_bodies_of_both_graphs_and_runs(tmp_path, capsys):
     options = {"compiler": "aot_eager", "dump": str(tmp_path)}
     step(model := Layers(layers()).double(), torch.compile(model, backend="glue", options=options), ids())
@@ -257,6 +258,7 @@ def test_a_dump_has_the_bodies_of_both_graphs_and_runs(tmp_path, capsys):
     assert "output 0" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_saved_values_keep_their_names():
     (pair,) = capture(Layers(layers()), ids(), stage="partitioned")
     before = [node.name for node in pair.saved]

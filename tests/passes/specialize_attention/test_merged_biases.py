@@ -121,6 +121,7 @@ def test_they_are_summed_with_the_mask_once_for_all_layers():
     assert count(run.graph, torch.add) == 1
 
 
+@pytest.mark.slow
 def test_any_number_of_rows():
     def fn(query, key, value, slopes):
         batch, _, length, size = query.shape
