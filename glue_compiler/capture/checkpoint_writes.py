@@ -13,7 +13,7 @@ from typing import Any
 from torch import fx
 
 from glue_compiler.capture.traced_writes import TracedWrites
-from glue_compiler.compat import dynamo_tracing
+from glue_compiler.compat import dynamo_tracing, symbols
 from glue_compiler.fx.bodies import CHECKPOINT, is_higher_order
 from glue_compiler.fx.values import StorageKey, storages_of, unbacked_in, value_of
 
@@ -35,7 +35,8 @@ class CheckpointWrites(dynamo_tracing.TracingObserver):
         self._given: set[StorageKey] = set()
 
     def decide(self, frame: Any, at: int | None, node: fx.Node, expression: Any) -> bool | None:
-        self._depends = self._depends or CHECKPOINT in dynamo_tracing.bodies_around(frame)
+        depends = expression is None or bool(symbols.unbacked_symbols(expression))  # else it asks for a known size
+        self._depends = self._depends or (depends and CHECKPOINT in dynamo_tracing.bodies_around(frame))
         return None
 
     def made(self, node: fx.Node, frame: Any, bodies_of: Sequence[Any], misuses_index: bool) -> None:
