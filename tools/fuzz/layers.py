@@ -23,7 +23,7 @@ def _layers(draw: Draw, *, are_modules: bool) -> Drawn:
     draw.need("sizes", f"COUNT, TOKENS, WIDTH = {count}, {draw.mostly(4, 0, 1, 3)}, 2")
     updates = draw.chance(0.3)  # not in a checkpoint, which saves what it takes
     names = [_layer(draw, updates=updates) for _ in range(draw.mostly(1, 2))]
-    draw.emit("hidden = x")
+    draw.emit("hidden = (table.detach() * 1.5).requires_grad_()" if are_modules and draw.chance(0.2) else "hidden = x")
     draw.emit("other = x * 0.5")
     draw.values += [Value("hidden", "float", 2), Value("other", "float", 2), Value("table", "float", 2, is_leaf=True)]
     draw.emit("kept = []")
@@ -44,7 +44,7 @@ def _layers(draw: Draw, *, are_modules: bool) -> Drawn:
     state = draw.mostly("state[i]", "state[0]", "state[i // 2]", share=0.6)
     if are_modules:
         draw.need("modules", MODULES)
-        region = "Region" if updates else draw.pick("Region", "Again")
+        region = "Region" if updates else draw.pick("Region", "Again", "Hooked")
         modules = f"[{region}({names[0]}) if i % 3 else {region}({names[-1]}) for i in range(COUNT)]"
         draw.prelude["MODEL"] = Statement(f"MODEL = torch.nn.ModuleList({modules})")
         draw.emit("model = MODEL")
@@ -136,6 +136,15 @@ class Region(torch.nn.Module):
 class Again(Region):
     def forward(self, *given):
         return checkpoint(super().forward, *given, use_reentrant=False)
+
+
+class Hooked(Region):
+    def __init__(self, layer):
+        super().__init__(layer)
+        self.register_forward_pre_hook(torch._dynamo.disable(lambda module, given: None))
+
+    def __call__(self, *given):
+        return checkpoint(super().__call__, *given, use_reentrant=False)
 """
 STEPS = (
     "hidden = torch.tanh(hidden @ weight) * scale",
