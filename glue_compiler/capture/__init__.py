@@ -8,7 +8,8 @@ would end the graph at a branch:
 and whose Python code must be known to be harmless (``harmless.py``). ``size_assumptions.py`` finds what Dynamo takes
 for granted and eager does not, ``checkpoint_writes.py`` writes that eager repeats and a graph does not;
 ``traced_writes.py`` notes which memory was written; ``gradient_leaves.py`` lets ``requires_grad_()`` through;
-``inference_mode.py`` ends the graph at what torch cannot compile, ``layer_regions.py`` where layers begin.
+``inference_mode.py`` ends the graph at what torch cannot compile, ``layer_regions.py`` where layers begin;
+``garbage.py`` keeps Python's collections short meanwhile.
 ``input_functions.py``, ``index_puts.py``, ``bytecode.py``, ``list_growth.py`` and ``row_conditions.py`` read for them.
 Each says what it lets through, and why that is safe.
 """

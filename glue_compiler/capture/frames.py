@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from glue_compiler.capture.checkpoint_writes import CheckpointWrites
 from glue_compiler.capture.expert_loops import SpeculativeRegions
+from glue_compiler.capture.garbage import older_objects_left_out
 from glue_compiler.capture.gradient_leaves import GradientLeaves
 from glue_compiler.capture.guarded_branches import GuardedBranches
 from glue_compiler.capture.inference_mode import InferenceMode
@@ -267,6 +268,7 @@ def install(backend_class: type[FrameOwner]) -> None:
             compiles_bodies[callback] = in_regions
         return compiles_bodies[callback]
 
+    @older_objects_left_out()
     def hook(backend: FrameOwner, stored: Mapping[str, Any], traced: Any, convert: Callable[[], Any]) -> Any:
         asked, known = backend.begin_frame(stored, traced.f_code), backend.known_failures
         python_checkpoints.compile_bodies(compiles_body)

@@ -78,7 +78,10 @@ class KnownLayers:
         module = frame_places.first_of_frame(frame) if self._kinds else None
         if not isinstance(module, nn.Module) or not layer_calls.hold_tensor(frame.f_locals.values()):
             return None
-        return self._members.get(module) or self._kinds.get(_shape(module))
+        found = self._members.get(module)
+        if found is None and any(isinstance(module, kind) for kind, _ in self._kinds):
+            found = self._kinds.get(_shape(module))
+        return found
 
     def have_hooks(self, kind: LayerKind) -> bool:
         """Has a layer of this kind, or a module in one, hooks that others may not have?"""
@@ -176,7 +179,8 @@ class LayerRegions(dynamo_tracing.TracingObserver):
     refused: dict[str, None] = field(default_factory=dict)
     """Why layers that were found are no regions, in order."""
     _kinds: dict[nn.Module, _Kind] = field(default_factory=dict)
-    _walked: set[nn.Module] = field(default_factory=set)
+    _walked: set[tuple[nn.Module, type[nn.Module]]] = field(default_factory=set)
+    """Modules in which those of a class were looked for."""
     _seen: dict[_Kind, _Seen] = field(default_factory=dict)
     _inside: ModuleCall | None = None
     """The call of a layer that is being traced: what it calls is its own."""
@@ -190,7 +194,7 @@ class LayerRegions(dynamo_tracing.TracingObserver):
         self._seen, self._inside, self._in_checkpoint = {}, None, False
         # Tracing has stopped in the first layer's checkpoint: Python calls it, and those of all others.
         if stopped is not None and in_checkpoint and python_checkpoints.CHECKPOINTS.is_available():
-            self.known.add(stopped.module, self._kinds)
+            self._add(stopped)
 
     def calls(self, call: ModuleCall) -> str | None:
         if self._inside is not None:
@@ -215,7 +219,7 @@ class LayerRegions(dynamo_tracing.TracingObserver):
             self.refused[refusal] = None
             self._inside = call
             return None
-        kind = kind or self.known.add(call.module, self._kinds)
+        kind = kind or self._add(call)
         for module, code in _around(call.frame):
             self.known.add_around(module, code)
         self._left_at = call.at_in_function
@@ -258,12 +262,19 @@ class LayerRegions(dynamo_tracing.TracingObserver):
 
     def _kind(self, call: ModuleCall) -> _Kind | None:
         """What the module has in common with three others or more beside it; None if there are none."""
+        called = type(call.module)
         if call.module not in self._kinds:
             for module in _holders(call.frame):
-                if module not in self._walked:
-                    self._walked.update(module.modules())
-                    self._kinds.update(_kinds_in(module))
+                if (module, called) not in self._walked:
+                    self._walked.update((each, called) for each in module.modules())
+                    self._kinds.update(_kinds_in(module, called))
         return self._kinds.get(call.module)
+
+    def _add(self, call: ModuleCall) -> LayerKind:
+        """The module is a layer, as are others of its kind, and those of other kinds that the same loop may call."""
+        for module in _holders(call.frame):
+            self._kinds.update(_kinds_in(module))
+        return self.known.add(call.module, self._kinds)
 
     def _refusal(self, frame: Any, arguments: Iterable[Any]) -> str | None:
         if self.refusal is not None:
@@ -297,16 +308,21 @@ def _around(frame: Any) -> Iterator[tuple[nn.Module, CodeType]]:
         frame = frame.parent
 
 
-def _kinds_in(root: nn.Module) -> dict[nn.Module, _Kind]:
-    """Modules that have three others or more of their kind beside them → their kind."""
+def _kinds_in(root: nn.Module, of: type[nn.Module] = nn.Module) -> dict[nn.Module, _Kind]:
+    """Modules of a class that have three others or more of their kind beside them → their kind."""
     found: dict[nn.Module, _Kind] = {}
     for parent in root.modules():
-        children = [child for child in parent.children() if next(child.children(), None) is not None]
+        children = [child for child in parent.children() if isinstance(child, of)] if _is_large(parent) else ()
+        children = [child for child in children if next(child.children(), None) is not None]
         if len(children) >= LEAST_LAYERS:
             kinds = {child: _Kind(id(parent), _shape(child)) for child in children}
             counts = Counter(kinds.values())
             found.update({child: kind for child, kind in kinds.items() if counts[kind] >= LEAST_LAYERS})
     return found
+
+
+def _is_large(parent: nn.Module) -> bool:
+    return len(parent._modules) >= LEAST_LAYERS
 
 
 def _shape(module: nn.Module) -> _Shape:

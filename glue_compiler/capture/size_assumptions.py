@@ -31,7 +31,7 @@ from glue_compiler.capture.index_puts import ASSUMES_ROWS, assumed_of, may_write
 from glue_compiler.capture.input_functions import InputFunction, Limits, input_function
 from glue_compiler.capture.size_divisions import divided_by_size, may_divide
 from glue_compiler.capture.traced_writes import TracedWrites
-from glue_compiler.compat import branch_guards, dynamo_frames, dynamo_tracing, size_assertions
+from glue_compiler.compat import branch_guards, dynamo_frames, dynamo_tracing, size_assertions, symbols
 from glue_compiler.fx.bodies import is_higher_order
 from glue_compiler.fx.effects import Kind
 from glue_compiler.fx.values import storages_of, tensors_in, unbacked_in, value_of
@@ -74,7 +74,7 @@ class SizeAssumptions(dynamo_tracing.TracingObserver):
             self.unguarded = "a graph break takes what depends on data"
 
     def looks_into_container(self, frame: Any) -> None:
-        if any(map(dynamo_frames.depends_on_data, frame.stack[-2:])):
+        if symbols.has_unbacked(frame.output.shape_env) and any(map(dynamo_frames.depends_on_data, frame.stack[-2:])):
             self.unguarded = "what depends on data is looked for in a container, where Dynamo finds constants alone"
 
     def traced(self, frame: Any) -> None:

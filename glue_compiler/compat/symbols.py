@@ -30,6 +30,11 @@ def is_unbacked(symbol: Any) -> bool:
     return bool(free_unbacked_symbols(symbol))
 
 
+def has_unbacked(shape_env: Any) -> bool:
+    """Was any size or number of this environment made that data decides?"""
+    return any(map(is_unbacked, shape_env.var_to_range))
+
+
 def unbacked_symbols(value: Any) -> set[Any]:
     """The unbacked sympy symbols in a SymInt, an expression, a tensor's shape, or a nest of those."""
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
