@@ -66,9 +66,10 @@ def leaves_of(gm: fx.GraphModule, effects: EffectAnalysis) -> list[int]:
         return []
     effects.read_modes(gm)
     changed = _changed_in(gm, {}, effects)
-    results = _output_of(gm).args[0]
+    returned = _output_of(gm).args[0]
+    results = returned if isinstance(returned, tuple | list) else ()
     for node in _output_of(gm).all_input_nodes:
-        if node in changed and not (isinstance(results, tuple | list) and _has_all_of_its_gradient(node)):
+        if node in changed and not (node in results and _has_all_of_its_gradient(node)):
             raise GlueGradientLeafError(f"'{node.name}' is returned, and asks for a gradient by requires_grad_() only")
     return [at for at, each in enumerate(results) if isinstance(each, fx.Node) and each in changed]
 
