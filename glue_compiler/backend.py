@@ -13,7 +13,7 @@ from weakref import WeakSet
 from torch import fx
 
 from glue_compiler import capture
-from glue_compiler.compat import features, recompile, versions
+from glue_compiler.compat import features, python_checkpoints, recompile, versions
 from glue_compiler.deferred.outputs import defer_outputs
 from glue_compiler.fx.effects import EffectAnalysis
 from glue_compiler.handoff import watchers
@@ -66,6 +66,10 @@ class GlueBackend:
         versions.warn_if_untested()
         pipeline = self._pipeline_for({"mode": mode, "options": options})
         effects = EffectAnalysis.for_graph(gm)
+        if python_checkpoints.in_body() and effects.may_write_outside(gm):
+            reason = "what a checkpoint in Python runs writes memory from outside, and runs operator by operator"
+            self.record_capture({"mode": mode, "options": options}, capture.CaptureEvent(reason, retried=False))
+            return gm.forward
         layers, hand, layer_plan = self.known_layers.converting, self._hand_off, None
         if self.known_layers.are_found and pipeline.options.memory_budget is not None:
             if layers is not None:

@@ -193,7 +193,12 @@ def convert_in_regions(
         observer = LayerRegions(layers, asked.refusal)
         try:
             with dynamo_tracing.traced(observer), layers.conversion(None):
-                return convert(frame)
+                try:
+                    return convert(frame)
+                except Exception:
+                    if not observer.learns():
+                        raise
+                return convert(frame)  # up to the layers that it has come to
         finally:
             for refused in observer.refused:
                 frame.record(CaptureEvent(refused, retried=False, whole=True))

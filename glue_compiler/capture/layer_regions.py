@@ -190,11 +190,19 @@ class LayerRegions(dynamo_tracing.TracingObserver):
     """The instruction of the converted function in which Python calls layers."""
 
     def begins(self) -> None:
+        self.learns()
+        self._seen = {}
+
+    def learns(self) -> bool:
+        """Has tracing stopped in the first layer, in its checkpoint or with a hook? Python calls all layers then."""
         stopped, in_checkpoint = self._inside, self._in_checkpoint
-        self._seen, self._inside, self._in_checkpoint = {}, None, False
-        # Tracing has stopped in the first layer's checkpoint: Python calls it, and those of all others.
-        if stopped is not None and in_checkpoint and python_checkpoints.CHECKPOINTS.is_available():
-            self._add(stopped)
+        self._inside, self._in_checkpoint = None, False
+        if stopped is None or not (in_checkpoint or layer_calls.has_hooks(stopped.module)):
+            return False
+        if self.known.kind_of(stopped.module) is not None or not python_checkpoints.CHECKPOINTS.is_available():
+            return False
+        self._add(stopped)
+        return True
 
     def calls(self, call: ModuleCall) -> str | None:
         if self._inside is not None:

@@ -27,6 +27,18 @@ CHECKPOINTS = Feature(
 _lock = threading.Lock()
 
 
+class _Body(threading.local):
+    is_running = False
+
+
+_body = _Body()
+
+
+def in_body() -> bool:
+    """Does this thread run the body of a checkpoint that Python has called, and that is compiled?"""
+    return _body.is_running
+
+
 def compile_bodies(is_compiled: Callable[[Any], bool]) -> None:
     """From now on, ask ``is_compiled`` at each checkpoint that Python calls in compiled code, with Dynamo's callback.
 
@@ -59,10 +71,12 @@ def _with_callback(function: Callable[..., Any], callback: Any) -> Callable[...,
     from torch._C._dynamo.eval_frame import set_eval_frame
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        outer, _body.is_running = _body.is_running, True
         before = set_eval_frame(callback)
         try:
             return function(*args, **kwargs)
         finally:
             set_eval_frame(before)
+            _body.is_running = outer
 
     return call

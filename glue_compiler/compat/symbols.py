@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -64,9 +66,11 @@ def rename_unbacked(shape_env: Any, old: Any, new: Any) -> None:
 def speculation(fake_mode: Any, shape_env: Any) -> Iterator[None]:
     """Run operators on fake tensors without leaving guards or unbacked symbols behind.
 
-    Nor do hooks on saved tensors see them: a checkpoint around a first call counts what its forward saves.
+    Nor do hooks on saved tensors see them: a checkpoint around a first call counts what its forward saves. That one
+    fails is an answer, and no news for torch's log.
     """
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_unlogged(logging.getLogger("torch._subclasses.fake_tensor")))
         stack.enter_context(saved_tensor_hooks.out_of_sight())
         stack.enter_context(enable_python_dispatcher())  # composites in C++ take no symbolic sizes
         if fake_mode is not None:
@@ -76,6 +80,20 @@ def speculation(fake_mode: Any, shape_env: Any) -> Iterator[None]:
             stack.enter_context(shape_env.suppress_guards())
             stack.enter_context(shape_env.ignore_fresh_unbacked_symbols())
         yield
+
+
+@contextlib.contextmanager
+def _unlogged(logger: logging.Logger) -> Iterator[None]:
+    own = threading.get_ident()
+
+    def is_of_others(record: logging.LogRecord) -> bool:
+        return record.thread != own
+
+    logger.addFilter(is_of_others)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_of_others)
 
 
 @contextlib.contextmanager

@@ -199,6 +199,13 @@ class EffectAnalysis:
             kind = Kind.OPAQUE
         return Effects(Kind.OPAQUE if writes else kind, writes, outcome.syncs, outcome.random)
 
+    def may_write_outside(self, gm: fx.GraphModule) -> bool:
+        """May a call of ``gm`` write to memory that was there before?"""
+        made = _made_inside(gm)
+        return any(
+            each.kind is Kind.BARRIER or not each.writes <= made for each in (self.of(gm, n) for n in gm.graph.nodes)
+        )
+
     def record_of(self, gm: fx.GraphModule | None, node: fx.Node) -> CallRecord | None:
         """The operators that the node dispatches; None for what is no call of torch's, or cannot be run to see."""
         found = self._runnable(gm, node)

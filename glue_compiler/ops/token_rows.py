@@ -119,6 +119,7 @@ def _require_ignored(breaks: Tensor) -> None:
     if breaks.any():
         row = int(breaks.nonzero()[0])
         raise ValueError(
-            f"options={{'padding': 'drop'}}: row {row} of a batch has labels that count at positions that its padding "
-            "mask hides; set them to the loss's ignore_index, or compile without the option"
+            f"options={{'padding': 'drop'}}: row {row} of a batch has labels that count for tokens that its padding "
+            "mask hides (if labels are shifted, so is that of the first token behind padding); set them to the loss's "
+            "ignore_index, or compile without the option"
         )

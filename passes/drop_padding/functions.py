@@ -65,31 +65,41 @@ def result_for_tokens(node: fx.Node, place: int, rank_before: int, fake_mode: An
         if result.shape[:rank_before] != tokens.shape[:rank_before]:
             raise Refused("an autograd function gives tokens in another order")
         # Before 2.13 what it makes on its way is among the results, and backward does not read their gradients.
-        given = [mode.of_tokens(result, rank_before) if each is result else None for each in made]
+        given = [mode.of_tokens(result, rank_before, may_be_zeros=True) if each is result else None for each in made]
         gradients = mode.run(backward, [*given, *saved])
         gradient = gradients[place]
         if not isinstance(gradient, Tensor) or not mode.is_token(gradient) or gradient.shape != tokens.shape:
             raise Refused("a gradient of an autograd function is not of one token")
+        if not mode.is_zero(gradient):
+            raise Refused("an autograd function gives a gradient to a token whose result has none")
         if any(mode.is_token(each) for i, each in enumerate(gradients) if i != place and isinstance(each, Tensor)):
             raise Refused("an autograd function has gradients of tokens for what has none")
     return place_made, tuple(result.shape[rank_before:])
 
 
 class _ByToken(TorchDispatchMode):
-    """Knows which tensors hold a row for each token, and refuses what is not known to keep rows apart."""
+    """Knows which tensors hold a row for each token, and refuses what is not known to keep rows apart.
+
+    And which rows are zeros where those of the gradient are, as a hidden token's.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._tokens: dict[int, Tensor] = {}
+        self._zeros: set[int] = set()
         self._refused: Refused | None = None
 
     def is_token(self, tensor: Any) -> bool:
         return id(tensor) in self._tokens
 
-    def of_tokens(self, like: Tensor, rank_before: int) -> Tensor:
+    def is_zero(self, tensor: Any) -> bool:
+        return id(tensor) in self._zeros
+
+    def of_tokens(self, like: Tensor, rank_before: int, may_be_zeros: bool = False) -> Tensor:
         sizes = (TOKENS, *[1] * (rank_before - 1), *like.shape[rank_before:])
         made = torch.empty(sizes, dtype=like.dtype, device=like.device)
         self._tokens[id(made)] = made
+        self._zeros |= {id(made)} if may_be_zeros else set()
         return made
 
     def run(self, body: Any, given: Sequence[Any]) -> Any:
@@ -110,6 +120,8 @@ class _ByToken(TorchDispatchMode):
                 self._refused = Refused(f"{func} is not known to compute token by token")
                 raise self._refused
             self._tokens[id(result)] = result
+            if _keeps_zeros(func, given, self.is_zero):
+                self._zeros.add(id(result))
         return result
 
 
@@ -124,6 +136,17 @@ def _keeps_rows(func: Any, given: dict[str, Any], read: set[str], is_token: Any,
         others = [each for each in given.values() if isinstance(each, Tensor) and not is_token(each)]
         return _is_outermost(result) and all(each.dim() <= 1 for each in others) and result.dim() > 1
     return False
+
+
+def _keeps_zeros(func: Any, given: dict[str, Any], is_zero: Any) -> bool:
+    """Are a row's results zeros where the rows of the operands are of which ``is_zero`` is true?"""
+    if func is aten.mul.Tensor:
+        return any(map(is_zero, given.values()))
+    if func is aten.add.Tensor:
+        return is_zero(given["self"]) and is_zero(given["other"])
+    added = [given.get("bias"), given["self"] if func is aten.addmm.default else None]
+    read = given.get("A", given.get("mat1", given.get("self")))
+    return is_zero(read) and all(each is None for each in added)
 
 
 def _is_outermost(tensor: Tensor) -> bool:

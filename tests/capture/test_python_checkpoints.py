@@ -61,6 +61,37 @@ def test_a_break_deep_in_a_layer():
     assert set(run.regions) == {"Broken x5"}
 
 
+def test_where_the_loop_is_the_compiled_functions_own():
+    run = Run(hooked(count=4).decoder).step(ids()).step(ids(17))
+    assert run.regions == ["Checkpointed x4"] * 2
+    assert [graph.region for graph in run.session.graphs[:3]] == [None, "Checkpointed x4", None]
+
+
+@pytest.mark.slow
+def test_hooks_around_a_layer_that_is_not_checkpointed():
+    run = Run(hooked(Layer, 4)).step(ids()).step(ids(17))
+    assert run.regions == ["Layer x4"] * 2
+
+
+class Counts(Checkpointed):
+    def __init__(self, index=0):
+        super().__init__(index)
+        self.register_buffer("calls_seen", torch.zeros(()))
+
+    def forward(self, x, mask=None):
+        y = super().forward(x, mask)
+        with torch.no_grad():
+            self.calls_seen += 1  # behind the last value that is saved, where eager code stops when it computes again
+        return y
+
+
+def test_a_body_that_writes_runs_as_in_eager():
+    run = Run(hooked(Counts, 4)).step(ids()).step(ids(17))
+    seen = [[layer.calls_seen.item() for layer in model.decoder.layers] for model in (run.model, run.eager)]
+    assert seen[0] == seen[1] == [2] * 4
+    assert any("writes memory from outside" in event.reason for event in run.session.capture_events)
+
+
 @pytest.mark.slow
 def test_two_lengths_before_one_backward():
     """The second one's forward compiles for all lengths; the first one is computed again as it was computed."""

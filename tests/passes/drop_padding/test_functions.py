@@ -101,6 +101,27 @@ class Both(torch.autograd.Function):
         return gradient * other, gradient * x
 
 
+class Penalised(Product):
+    """Each token has a gradient, also one whose result has none: as losses that a forward adds in its backward."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return nn.functional.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        return torch.matmul(gradient, weight) + x * 0.1, None
+
+
+class Shifted(Product):
+    @staticmethod
+    def backward(ctx, gradient):
+        (weight,) = ctx.saved_tensors
+        return torch.matmul(gradient, weight) + 1, None
+
+
 def mixed(function, weight=WEIGHT):
     return lambda model, x, mask: x + function.apply(x, weight)
 
@@ -132,6 +153,8 @@ def test_one_row_in_a_batch():
         (mixed(Trained, nn.Parameter(WEIGHT.clone())), "not known to compute token by token"),
         (mixed(Centred), "not known to compute token by token"),
         (mixed(CentredBackward), "not known to compute token by token"),
+        (mixed(Penalised), "a gradient to a token whose result has none"),
+        (mixed(Shifted), "a gradient to a token whose result has none"),
         (lambda model, x, mask: x + Pair.apply(x, WEIGHT)[0], "not known to compute token by token"),
         (lambda model, x, mask: Product.apply(x.transpose(1, 2), WEIGHT[:, :10]).sum(2, keepdim=True), "outermost"),
         (lambda model, x, mask: Both.apply(x, x.exp()), "one operand of tokens"),
