@@ -181,6 +181,8 @@ class LayerRegions(dynamo_tracing.TracingObserver):
     _kinds: dict[nn.Module, _Kind] = field(default_factory=dict)
     _walked: set[tuple[nn.Module, type[nn.Module]]] = field(default_factory=set)
     """Modules in which those of a class were looked for."""
+    _roots: dict[nn.Module, None] = field(default_factory=dict)
+    """The outermost of these, in order."""
     _seen: dict[_Kind, _Seen] = field(default_factory=dict)
     _inside: ModuleCall | None = None
     """The call of a layer that is being traced: what it calls is its own."""
@@ -274,13 +276,14 @@ class LayerRegions(dynamo_tracing.TracingObserver):
         if call.module not in self._kinds:
             for module in _holders(call.frame):
                 if (module, called) not in self._walked:
+                    self._roots[module] = None
                     self._walked.update((each, called) for each in module.modules())
                     self._kinds.update(_kinds_in(module, called))
         return self._kinds.get(call.module)
 
     def _add(self, call: ModuleCall) -> LayerKind:
         """The module is a layer, as are others of its kind, and those of other kinds that the same loop may call."""
-        for module in _holders(call.frame):
+        for module in self._roots:
             self._kinds.update(_kinds_in(module))
         return self.known.add(call.module, self._kinds)
 
