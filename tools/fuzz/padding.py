@@ -25,6 +25,8 @@ def draw_padding(draw: Draw) -> Drawn:
     body = (*model.statements(), Statement(f"return ({''.join(f'{each}, ' for each in ('shown', *model.outputs))})"))
     draw.prelude["model"] = Statement(f"def model({', '.join(INPUTS)}):", body)
     draw.uses_state, draw.precision = model.uses_state, model.precision
+    if "bfloat16" in repr((body, draw.prelude)):  # products of fewer rows differ in their last bits, and are rounded
+        draw.precision = "bfloat16"
     draw.emit(f"shown, *found = model({', '.join(INPUTS)})")
     draw.emit("found = [seen_only(each, shown) for each in found]")
     draw.outputs.append("*found")
@@ -147,6 +149,8 @@ def _layer(draw: Draw, mask: _Mask) -> None:
     parts = [lambda draw: _attention(draw, mask), *draw.pick((_mlp,), (_norm, _mlp), (_norm,), (_mlp, _gate), ())]
     if draw.chance(0.3):
         parts.insert(0, _norm)
+    if draw.chance(0.12):
+        parts.append(_function)
     for part in parts:
         part(draw)
         draw.maybe_twist()
@@ -198,6 +202,39 @@ def _gate(draw: Draw) -> None:
                 "hidden = torch.cat([hidden[..., 1:], hidden[..., :1]], -1)",
             )
         )
+
+
+def _function(draw: Draw) -> None:
+    """Of autograd, with a backward of its own: token by token or not, zero where the gradient is zero or not."""
+    name = draw.name("Own")
+    forward = draw.pick("F.linear(x, weight)", "x @ weight", "x * 2.0", "-x", "x * weight[0]")
+    backward = draw.pick(
+        "g @ weight",
+        "torch.matmul(g, weight.t())",
+        "g * 2",
+        "-g * saved",
+        "g * weight[0] + g",
+        "g + 1",
+        "g @ weight + saved * 0.1",
+        "g - g.mean(1, keepdim=True)",
+        "g.cos()",
+    )
+    draw.prelude[name] = Statement(
+        f"class {name}(torch.autograd.Function):",
+        (
+            Statement("@staticmethod"),
+            Statement(
+                "def forward(ctx, x, weight):",
+                (Statement("ctx.save_for_backward(x, weight)"), Statement(f"return {forward}")),
+            ),
+            Statement("@staticmethod"),
+            Statement(
+                "def backward(ctx, g):",
+                (Statement("saved, weight = ctx.saved_tensors"), Statement(f"return {backward}, None")),
+            ),
+        ),
+    )
+    draw.emit(f"hidden = {draw.mostly('hidden + ', '')}{name}.apply(hidden, out.detach())")
 
 
 def _attention(draw: Draw, mask: _Mask) -> None:
