@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
@@ -15,6 +16,7 @@ DEFERRED = Feature(
     "deferral of logits",
     {
         "torch:Tensor._make_wrapper_subclass": ANY,
+        "torch._functorch._aot_autograd.utils:maybe_to_fresh_input": Uses(("idx", "t", "meta")),
         "torch._guards:TracingContext.try_get": ANY,
         "torch._ops:OpOverload.has_kernel_for_dispatch_key": Uses(("self", "k")),
         "torch._subclasses.functional_tensor:FunctionalTensor": ANY,
@@ -54,6 +56,16 @@ _NO_MEMORY = (
     "deferred logits have no memory of their own, and something asked for its address. Pass on `logits + 0`, or "
     'compile with options={"logits": "kept"}.'
 )
+
+
+def is_copy_of_input() -> bool:
+    """Does AOTAutograd clone an input that is written, for what reads it before (``maybe_to_fresh_input``)?"""
+    from torch._functorch._aot_autograd.utils import maybe_to_fresh_input
+
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not maybe_to_fresh_input.__code__:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None
 
 
 def in_compile() -> bool:

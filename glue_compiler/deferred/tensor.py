@@ -144,8 +144,8 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
         view = args[0]._deferred
         with _as_views_are(func, args[0]):
             return _seen(view, result) if isinstance(result, Tensor) else [_seen(view, each) for each in result]
-    if func is torch.ops.aten.clone.default and isinstance(getattr(args[0], "_deferred", None), Given):
-        # AOTAutograd writes to a copy of an input, which it takes to have as many parts as the input.
+    if func is torch.ops.aten.clone.default and wrapper_tensors.is_copy_of_input():
+        # AOTAutograd takes it to have as many parts as the input.
         return _around(result)
     if not written:
         return result

@@ -147,6 +147,19 @@ def test_a_write_in_compiled_code(requires_grad, dynamic):
         assert_same_gradients(result + logits.tanh().sum(), expected + eager.tanh().sum(), operands)
 
 
+def test_a_clone_that_compiled_code_returns_and_nobody_reads():
+    def reader(x):
+        return x.clone(), x.sum(-1)
+
+    operands = Operands(CAPPED)
+    (_, result), (_, expected) = (
+        torch.compile(reader, backend="aot_eager")(operands.deferred()),
+        reader(operands.eager()),
+    )
+    torch.testing.assert_close(result, expected)
+    assert_same_gradients(result.sin().sum(), expected.sin().sum(), operands)
+
+
 def test_reading_inside_a_break_of_compiled_code():
     @torch.compile(backend="aot_eager")
     def step(x):
