@@ -44,9 +44,11 @@ def compile_bodies(is_compiled: Callable[[Any], bool]) -> None:
 
     A checkpoint outside of compiled code is torch's own.
     """
+    if not CHECKPOINTS.is_available():
+        return
     with _lock:
         checkpoint: Any = torch.utils.checkpoint.checkpoint.__wrapped__  # type: ignore[attr-defined]
-        if hasattr(getattr(checkpoint, "__dynamo_disable", None), "glue_asks") or not CHECKPOINTS.is_available():
+        if hasattr(getattr(checkpoint, "__dynamo_disable", None), "glue_asks"):
             return
         from torch._C._dynamo.eval_frame import set_eval_frame
         from torch._dynamo.decorators import skip
