@@ -323,17 +323,14 @@ def _kinds_in(root: nn.Module, of: type[nn.Module] = nn.Module) -> dict[nn.Modul
     """Modules of a class that have three others or more of their kind beside them → their kind."""
     found: dict[nn.Module, _Kind] = {}
     for parent in root.modules():
-        children = [child for child in parent.children() if isinstance(child, of)] if _is_large(parent) else ()
-        children = [child for child in children if next(child.children(), None) is not None]
+        children = [
+            each for each in parent.children() if isinstance(each, of) and next(each.children(), None) is not None
+        ]
         if len(children) >= LEAST_LAYERS:
             kinds = {child: _Kind(id(parent), _shape(child)) for child in children}
             counts = Counter(kinds.values())
             found.update({child: kind for child, kind in kinds.items() if counts[kind] >= LEAST_LAYERS})
     return found
-
-
-def _is_large(parent: nn.Module) -> bool:
-    return len(parent._modules) >= LEAST_LAYERS
 
 
 def _shape(module: nn.Module) -> _Shape:

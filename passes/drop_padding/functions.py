@@ -99,7 +99,8 @@ class _ByToken(TorchDispatchMode):
         sizes = (TOKENS, *[1] * (rank_before - 1), *like.shape[rank_before:])
         made = torch.empty(sizes, dtype=like.dtype, device=like.device)
         self._tokens[id(made)] = made
-        self._zeros |= {id(made)} if may_be_zeros else set()
+        if may_be_zeros:
+            self._zeros.add(id(made))
         return made
 
     def run(self, body: Any, given: Sequence[Any]) -> Any:
