@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterator
+from typing import Any, Literal
 
+import torch
 from torch import fx
+from torch._higher_order_ops import wrap
 from torch.utils.checkpoint import CheckpointPolicy
 
 _EXPLICIT: dict[object, Literal["save", "recompute"]] = {
@@ -12,6 +15,36 @@ _EXPLICIT: dict[object, Literal["save", "recompute"]] = {
     CheckpointPolicy.MUST_CPU_OFFLOAD: "save",
     CheckpointPolicy.MUST_RECOMPUTE: "recompute",
 }
+
+
+_ARE_LEFT_OUT = hasattr(wrap.TagActivationCheckpoint, "tag_nodes")
+"""Up to 2.12 what lies in a body of a checkpoint's body has no tags."""
+
+
+def reach_autograd_functions(gm: fx.GraphModule) -> None:
+    """Have what the forwards of autograd functions in checkpoints compute tagged as all else that lies in these.
+
+    Without tags the partitioner keeps their results from the forward on, such as each product with weights of 4 bits.
+    A node without metadata of its own is traced with that of the call that it runs in. Policies are left alone: they
+    are asked for each operator, wherever it lies.
+    """
+    if not _ARE_LEFT_OUT:
+        return
+    for body in _bodies(gm, torch.ops.higher_order.tag_activation_checkpoint):
+        if "_checkpoint_context_fn" not in body.meta:
+            for forward in _bodies(body, torch.ops.higher_order.autograd_function_apply):
+                for node in forward.graph.nodes:
+                    node.meta.clear()
+
+
+def _bodies(gm: fx.GraphModule, operator: Any) -> Iterator[fx.GraphModule]:
+    """What calls of ``operator``, in ``gm`` and its bodies, run first."""
+    for module in gm.modules():
+        if isinstance(module, fx.GraphModule):
+            for node in module.graph.find_nodes(op="call_function", target=operator):
+                body = node.args[0]
+                if isinstance(body, fx.Node) and isinstance(made := getattr(module, str(body.target)), fx.GraphModule):
+                    yield made
 
 
 def explicit_policy(node: fx.Node) -> Literal["save", "recompute"] | None:

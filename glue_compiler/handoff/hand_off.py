@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from glue_compiler.compat import graph_inputs, inductor, partition
+from glue_compiler.compat import checkpoint_tags, graph_inputs, inductor, partition
 from glue_compiler.ops import nf4
 from glue_compiler.ops.batch_memo import BatchMemo, memoized
 from glue_compiler.ops.opaque import call_directly
@@ -33,6 +33,7 @@ def hand_off(
     ``edit_pair`` marks and changes the graphs of a training step; ``passes_uuid`` stands for it too;
     without one, nothing comes from Inductor's caches and nothing goes there.
     """
+    checkpoint_tags.reach_autograd_functions(gm)
     if options.compiler == "aot_eager":
         return partition.compile_with_aot_eager(gm, inputs, edit_pair)
     if not inductor.HAND_OFF.is_available():

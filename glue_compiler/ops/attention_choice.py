@@ -153,7 +153,8 @@ def _flex_reason(call: AttentionCall) -> str | None:
 
 
 def _prefers_flash4(call: AttentionCall) -> bool:
-    """Does FlashAttention 4 serve the call, with gradients, and faster than what comes with torch?"""
+    """Would FlashAttention 4 serve the call, with gradients, and faster than what comes with torch? It is imported when
+    a batch is large enough for it, and where it cannot be, FlashAttention 2 takes its place."""
     return (
         call.kernels == "all"
         and call.card is not None
@@ -163,7 +164,7 @@ def _prefers_flash4(call: AttentionCall) -> bool:
         and call.head_size <= call.card.flash4_head
         and call.head_size % 8 == 0
         and not torch.are_deterministic_algorithms_enabled()
-        and flash_attn4.unusable() is None  # last: it may import the package
+        and flash_attn4.is_installed()
     )
 
 

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from glue_compiler.compat import inductor
@@ -31,6 +32,11 @@ _PARAMETERS = {
 }
 """Functions below the package's autograd, which an operator of ours has no use for, and what they must take."""
 _ON_DISK = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
+
+
+def is_installed() -> bool:
+    """Imports nothing: what is compiled for small batches alone never waits for the package."""
+    return torch.version.hip is None and optional_package.installed_version(PACKAGE) is not None
 
 
 @functools.cache

@@ -41,8 +41,8 @@ def varlen_attention(
         is_causal: a query sees no later key.
         window: -1, or how far back a query sees: ``0 <= q - k < window`` if causal, else ``|q - k| < window``.
         scale: multiplies the scores.
-        implementation: on CUDA, ``"flash2"``, or ``"flash4"`` where ``flash_attn4.unusable`` has nothing to say; small
-            queries go to ``"flash2"`` all the same, which the host launches sooner.
+        implementation: on CUDA, ``"flash2"`` or ``"flash4"``; small queries go to ``"flash2"`` all the same, which the
+            host launches sooner, as do all where ``flash_attn4.unusable`` has a reason.
 
     Returns:
         ``[tokens, Hq, D]``, and the logsumexp of the scores ``[Hq, tokens]`` in fp32 (fp64 for fp64), which has no
@@ -221,7 +221,8 @@ def _check(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, window
 
 def _is_worth_flash4(query: Tensor, implementation: str) -> bool:
     """Its Python takes 0.3 ms a call, which small steps wait for and captured ones do not."""
-    return implementation == "flash4" and (query.numel() > _SMALL_QUERY or is_capturing())
+    is_worth = implementation == "flash4" and (query.numel() > _SMALL_QUERY or is_capturing())
+    return is_worth and flash_attn4.unusable() is None  # imports the package
 
 
 def _sides(is_causal: bool, window: int) -> tuple[int, int]:

@@ -84,7 +84,7 @@ def test_autocast_decides_the_dtype():
 
 @pytest.fixture
 def with_flash4(monkeypatch):
-    monkeypatch.setattr(flash_attn4, "unusable", lambda: None)
+    monkeypatch.setattr(flash_attn4, "is_installed", lambda: True)
 
 
 @pytest.mark.usefixtures("with_flash4")
@@ -114,7 +114,7 @@ def test_what_flash_attention_4_does_not_serve_is_as_without_it(monkeypatch, cha
     call = dataclasses.replace(HOPPER, **change)
     chosen = [choose(call, compiler) for compiler in ("inductor", "aot_eager")]
     assert "flash4" not in chosen
-    monkeypatch.setattr(flash_attn4, "unusable", lambda: "flash-attn-4 is not installed")
+    monkeypatch.setattr(flash_attn4, "is_installed", lambda: False)
     assert [choose(call, compiler) for compiler in ("inductor", "aot_eager")] == chosen
 
 

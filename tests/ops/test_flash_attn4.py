@@ -81,5 +81,10 @@ def test_a_folder_that_cannot_be_made(seen, monkeypatch, tmp_path):
 def test_a_small_step_does_not_wait_for_its_python(monkeypatch, tokens, implementation, captures, expected):
     varlen = importlib.import_module("glue_compiler.ops.varlen_attention")
     monkeypatch.setattr(varlen, "is_capturing", lambda: captures)
+    imports = []
+    monkeypatch.setattr(flash_attn4, "unusable", lambda: imports.append(1))
     query = torch.empty(tokens, 32, 128, device="meta", dtype=torch.bfloat16)
     assert varlen._is_worth_flash4(query, implementation) is expected
+    assert len(imports) == expected, "the package is imported for what it runs, and nothing else"
+    monkeypatch.setattr(flash_attn4, "unusable", lambda: "it cannot be imported")
+    assert varlen._is_worth_flash4(query, implementation) is False
