@@ -18,7 +18,8 @@ from glue_compiler.fx.bodies import CHECKPOINT
 from glue_compiler.fx.copying import copy_graph_module
 from glue_compiler.fx.effects import EffectAnalysis, Kind
 from glue_compiler.handoff.hand_off import HandOff
-from glue_compiler.memory.layer_plan import Budget, Choice, LayerPlan, memory_on
+from glue_compiler.memory.layer_plan import Budget, LayerPlan, memory_on
+from glue_compiler.memory.layer_roles import Choice
 from glue_compiler.options import GlueOptions
 
 
@@ -41,17 +42,16 @@ class LayerVariants:
         if not torch.is_grad_enabled() or saved_tensor_hooks.are_active() or runtime.backward_id() is not None:
             return self.computes_again(*inputs)
         plan, layer, units = self.plan, id(inputs[self.weight]), inputs[self.states].numel()
-        choice, before = plan.choice(layer, self.kind, units), plan.before_call()
-        again = choice is Choice.AGAIN
+        role, before = plan.role(layer, self.kind, units), plan.before_call()
+        again = role.choice is Choice.AGAIN
         try:
-            call = self.computes_again if again else self.keeps
-            results = plan.mover.run(call, inputs, moves=choice is Choice.MOVE, frees=choice is Choice.KEEP)
+            results = plan.mover.run(self.computes_again if again else self.keeps, inputs, layer, role)
         except torch.OutOfMemoryError as error:
             if not again and hasattr(error, "add_note"):
                 error.add_note("glue: fewer layers will keep what backward needs. Run this step again.")
             plan.ran_out()
             raise
-        plan.called(layer, units, choice, before, results)
+        plan.called(layer, units, role.choice, before, results)
         return results
 
 

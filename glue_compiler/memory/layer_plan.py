@@ -1,16 +1,13 @@
-"""How many layers keep what backward needs, instead of computing it again, so that a step fits a memory budget.
+"""What layers take and how long they run, measured, so that a step fits a memory budget.
 
 All calls of a layer's compiled code cost the same, so what one takes is measured and not predicted: by how much more is
 allocated behind a call that keeps than behind one that computes again. The most that was allocated in a step says what
-all else takes. Then the last layers of the model keep, as many as fit: what they keep is the first that backward frees.
-Of the layers before them some keep on the host, so far apart that each copy has ended before the next one starts.
+all else takes. ``layer_roles`` decides by that which layers keep what backward needs, and where.
 """
 
 from __future__ import annotations
 
-import enum
 import logging
-import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -21,6 +18,7 @@ import torch
 
 from glue_compiler.byte_sizes import with_unit
 from glue_compiler.memory.budget import limit_of
+from glue_compiler.memory.layer_roles import Choice, Role, roles_of
 from glue_compiler.memory.moved_calls import Mover
 from glue_compiler.ops.device_memory import memory_of
 from glue_compiler.ops.device_rates import rates_of
@@ -30,14 +28,6 @@ log = logging.getLogger(__name__)
 Budget = int | float | str
 SHARE = 0.97
 """Of the budget is planned for: blocks of the allocator are larger than what lies in them."""
-
-
-class Choice(enum.Enum):
-    """What a call of a layer does with what its backward needs."""
-
-    AGAIN = "compute it again"
-    KEEP = "keep it on the device"
-    MOVE = "keep it on the host"
 
 
 class Memory(Protocol):
@@ -95,39 +85,6 @@ def memory_on(device: torch.device) -> Memory | None:
     return CudaMemory(device) if device.type == "cuda" else None
 
 
-def last_that_fit(layers: dict[int, Hashable], extra: Mapping[Hashable, float], room: float) -> list[int]:
-    """The layers that keep: the last ones, whose bytes together are at most ``room``.
-
-    Args:
-        layers: layer → kind, in the order of their calls. extra: kind → bytes; of a kind that is not in it none keep.
-    """
-    found = []
-    for layer, kind in reversed(layers.items()):
-        if kind in extra:
-            room -= extra[kind]
-            if room < 0:
-                break
-            found.append(layer)
-    return found
-
-
-def spread(layers: dict[int, Hashable], kept: int, copies: Mapping[Hashable, float]) -> list[int]:
-    """The layers that keep on the host: no copy starts before the one before has ended, the last one in forward.
-
-    Args:
-        layers: as for :func:`last_that_fit`. kept: how many of the last ones keep on the device. What comes back takes
-            the memory of one of these, which are through by then, or of two where no layer lies between two that move.
-        copies: kind → how many layers' forwards a copy takes; of a kind that is not in it none move.
-    """
-    found, free_at = [], 0
-    for at, (layer, kind) in enumerate(list(layers.items())[: len(layers) - kept]):
-        apart = max(1, math.ceil(copies[kind])) if kind in copies else len(layers)
-        if at >= free_at and at + apart < len(layers) and kept >= (2 if apart == 1 else 1):
-            found.append(layer)
-            free_at = at + apart
-    return found
-
-
 @dataclass(frozen=True)
 class Before:
     """A call's device, before it: bytes that tensors hold, and the place in what it computes."""
@@ -160,8 +117,8 @@ class LayerPlan:
         self.told: list[Callable[[str], None]] = []
         self.mover = Mover()
         self._layers: dict[int, Hashable] = {}
-        self._choices: dict[int, Choice] = {}
-        """Layer → what it does; all others compute again."""
+        self._roles: dict[int, Role] = {}
+        """Layer → its role; all others compute again."""
         self._grown: dict[tuple[Hashable, bool], float] = {}
         """(kind, does it keep?) → bytes for each unit by which a call makes what is allocated grow."""
         self._seconds: dict[Hashable, float] = {}
@@ -183,8 +140,8 @@ class LayerPlan:
         """Code of a layer is compiled: what this step takes shows nothing."""
         self._has_compiled = True
 
-    def choice(self, layer: int, kind: Hashable, units: int) -> Choice:
-        """What this call of a layer does.
+    def role(self, layer: int, kind: Hashable, units: int) -> Role:
+        """Of this call of a layer.
 
         Args:
             layer: stands for the layer in all of its calls. kind: layers that take the same for each unit.
@@ -194,10 +151,10 @@ class LayerPlan:
         self._layers[layer] = kind
         if is_first:
             self._begin_round(units)
-        return self._choices.get(layer, Choice.AGAIN)
+        return self._roles.get(layer, Role())
 
     def called(self, layer: int, units: int, choice: Choice, before: Before | None, outputs: Sequence[Any]) -> None:
-        """A call that :meth:`choice` was asked about has run; ``before``: what :meth:`before_call` said."""
+        """A call that :meth:`role` was asked about has run; ``before``: what :meth:`before_call` said."""
         kind, kept = self._layers[layer], choice is Choice.KEEP
         if before is not None and not self._has_compiled:
             grown = (self._memory.allocated() - before.allocated) / max(1, units)
@@ -216,7 +173,7 @@ class LayerPlan:
     def ran_out(self) -> None:
         """A call that keeps found no memory: the next step takes less than was there."""
         self._limit = min(self._limit or self._peak, int(SHARE * self._memory.peak()))
-        self._choices = {}
+        self._roles = {}
 
     def _wait_for_backward(self, outputs: Sequence[Any]) -> None:
         node = next((each.grad_fn for each in outputs if getattr(each, "grad_fn", None) is not None), None)
@@ -246,12 +203,12 @@ class LayerPlan:
         self._units, self._rounds, self._kept, self._has_compiled = units, 0, Counter(), False
         self._steps += 1
         self._peak, self._seen = self._memory.peak(), 0
-        keeping = self._choose(units)
-        choices = {**dict.fromkeys(keeping, Choice.KEEP), **dict.fromkeys(self._move(keeping, units), Choice.MOVE)}
-        if choices != self._choices and len(self._grown) > 1:
-            extra = self._extra()
+        roles = self._choose(units)
+        if roles != self._roles and len(self._grown) > 1:
+            counts = Counter(role.choice for role in roles.values())
+            extra, keeping = self._extra(), [layer for layer, role in roles.items() if role.choice is Choice.KEEP]
             kept = sum(extra.get(self._layers[layer], 0.0) for layer in keeping) * units * self._most_rounds
-            moved = f", {len(choices) - len(keeping)} on the host" if len(choices) > len(keeping) else ""
+            moved = f", {counts[Choice.MOVE]} on the host" if counts[Choice.MOVE] else ""
             text = (
                 f"{len(keeping)} of {len(self._layers)} layers keep what backward needs: {with_unit(int(kept))}, with "
                 f"{with_unit(self._limit or 0)} for a step{moved}"
@@ -259,7 +216,7 @@ class LayerPlan:
             log.info(text)
             for tell in self.told:
                 tell(text)
-        self._choices = choices
+        self._roles = roles
 
     def _look_back(self) -> None:
         """At the step that is over: how long were its calls, and what did it take beside what layers have kept?"""
@@ -280,28 +237,27 @@ class LayerPlan:
         # The peak of an earlier time, or of an evaluation in between, is more than this step's.
         self._besides[self._units] = min(besides, self._besides.get(self._units, besides))
 
-    def _choose(self, units: int) -> list[int]:
-        """The layers that keep on the device."""
+    def _choose(self, units: int) -> dict[int, Role]:
         if self._steps == 1:
-            return []
+            return {}
         extra = self._extra()
         last_of_kinds = {kind: layer for layer, kind in self._layers.items()}
         self._measures = not self._besides or len(extra) < len(last_of_kinds)
         if self._measures:
             # One layer of each kind shows what it takes to keep.
-            return [layer for kind, layer in last_of_kinds.items() if kind not in extra]
+            return {layer: Role(Choice.KEEP) for kind, layer in last_of_kinds.items() if kind not in extra}
         if self._limit is None:
             self._limit = self._memory.limit(self._budget)
         room = SHARE * self._limit - self._expected(units)
-        return last_that_fit(self._layers, {k: v * units * self._most_rounds for k, v in extra.items()}, room)
+        needed = {kind: each * units * self._most_rounds for kind, each in extra.items()}
+        return roles_of(self._layers, needed, room, self._copies(extra))
 
-    def _move(self, keeping: Sequence[int], units: int) -> list[int]:
-        """The layers that keep on the host, once it is known what steps take, beside those that keep on the device."""
-        if self._measures or not keeping or self._most_rounds > 1:
-            return []
-        rate, extra = self._memory.link(), self._extra()
-        copies = {kind: extra[kind] / rate / self._seconds[kind] for kind in extra if self._seconds.get(kind)}
-        return spread(self._layers, len(keeping), copies)
+    def _copies(self, extra: Mapping[Hashable, float]) -> dict[Hashable, float]:
+        """Kind → how many of its layers' forwards a copy of what one keeps takes; not where forwards share memory."""
+        if self._most_rounds > 1:
+            return {}
+        rate = self._memory.link()
+        return {kind: extra[kind] / rate / self._seconds[kind] for kind in extra if self._seconds.get(kind)}
 
     def _extra(self) -> dict[Hashable, float]:
         """Kind → bytes for each unit that a call keeps beside what one holds that computes again."""

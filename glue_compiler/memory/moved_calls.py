@@ -11,6 +11,7 @@ from torch import Tensor
 
 from glue_compiler.compat import storages
 from glue_compiler.fx.values import keeps_layout
+from glue_compiler.memory.layer_roles import Choice, Role
 from glue_compiler.memory.offload_context import KeptValue, SavedInput
 from glue_compiler.ops.copy_engine import CopyEngine, engine
 
@@ -62,24 +63,22 @@ class Mover:
     def __init__(self, copies: CopyEngine = engine, least: int = LEAST_BYTES) -> None:
         self._copies, self._least = copies, least
         self._leaving: MovedCall | None = None
-        self._before: MovedCall | None = None
-        """The call before the next one, if it was moved: it comes back while backward is in that next one."""
+        self._moved: dict[int, MovedCall] = {}
+        """Layer → its latest call that was moved."""
 
-    def run(self, call: Callable[..., Any], inputs: Sequence[Any], moves: bool, frees: bool) -> Any:
-        """``call(*inputs)``; ``moves``: what it saves goes to the host. ``frees``: what was moved before frees its
-        memory before this call begins, in any case; else as soon as it has been copied.
-        """
-        if self._leaving is not None and self._leaving.leave(at_once=moves or frees):
+    def run(self, call: Callable[..., Any], inputs: Sequence[Any], layer: int, role: Role) -> Any:
+        """``call(*inputs)`` of ``layer``; what was moved before leaves the device as soon as it has been copied."""
+        moves = role.choice is Choice.MOVE
+        if self._leaving is not None and self._leaving.leave(at_once=moves or role.waits):
             self._leaving = None
-        before, self._before = self._before, None
         if not moves:
             results = call(*inputs)
         else:
-            moved = MovedCall(inputs, self._copies, self._least)
+            self._leaving = self._moved[layer] = moved = MovedCall(inputs, self._copies, self._least)
             with torch.autograd.graph.saved_tensors_hooks(moved.pack, lambda value: value.take()):
                 results = call(*inputs)
-            self._leaving = self._before = moved
+        returns = None if role.returns is None else self._moved.get(role.returns)
         node = next((each.grad_fn for each in results if getattr(each, "grad_fn", None) is not None), None)
-        if before is not None and node is not None:
-            node.register_prehook(lambda _: before.come_back())
+        if returns is not None and node is not None:
+            node.register_prehook(lambda _: returns.come_back())
         return results

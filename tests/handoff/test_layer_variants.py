@@ -10,7 +10,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from glue_compiler.backend import GlueBackend
 from glue_compiler.handoff import layer_variants
-from glue_compiler.memory.layer_plan import SHARE, Choice
+from glue_compiler.memory.layer_plan import SHARE
+from glue_compiler.memory.layer_roles import Choice, Role
 from glue_compiler.memory.moved_calls import Mover
 from glue_compiler.ops.copy_engine import CopyEngine
 from glue_compiler.report.session import Session
@@ -24,6 +25,7 @@ class Scripted:
     def __init__(self, keeping, moving=lambda n: False):
         self.keeping, self.moving, self.numbers = keeping, moving, iter(range(10**6))
         self.asked, self.told, self.mover = [], [], Mover(CopyEngine(), least=1)
+        self.moved = None
 
     def compiles(self):
         pass
@@ -31,10 +33,13 @@ class Scripted:
     def before_call(self):
         return None
 
-    def choice(self, layer, kind, units):
+    def role(self, layer, kind, units):
         self.asked.append((layer, str(kind), units))
         number = next(self.numbers)
-        return Choice.MOVE if self.moving(number) else Choice.KEEP if self.keeping(number) else Choice.AGAIN
+        choice = Choice.MOVE if self.moving(number) else Choice.KEEP if self.keeping(number) else Choice.AGAIN
+        role = Role(choice, waits=choice is Choice.KEEP, returns=self.moved)
+        self.moved = layer if choice is Choice.MOVE else None
+        return role
 
     def called(self, *_):
         pass
@@ -120,7 +125,7 @@ def test_a_graph_that_is_dropped_drops_what_has_moved(planned):
     run, plan = planned(lambda n: False, WithHead(layers(4, Checkpointed)), lambda n: True)
     run.step(ids())
     loss = run.compiled(ids())
-    moved = plan.mover._before
+    moved = list(plan.mover._moved.values())[-1]
     assert moved._alive()
     del loss
     assert not moved._alive()

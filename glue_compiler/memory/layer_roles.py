@@ -1,0 +1,108 @@
+"""What each call of a model's layers does with what its backward needs, so that a step fits a memory budget.
+
+The last layers keep it, as many as fit: theirs is the first that backward frees. Layers between them and before them
+keep it on the host, so far apart that each copy has ended before the next one starts, and what comes back takes the
+memory of kept layers that backward is through with. All others compute it again.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+
+class Choice(enum.Enum):
+    """What a call of a layer does with what its backward needs."""
+
+    AGAIN = "compute it again"
+    KEEP = "keep it on the device"
+    MOVE = "keep it on the host"
+
+
+@dataclass(frozen=True)
+class Role:
+    """Of one layer's call in each forward.
+
+    Attributes:
+        waits: before the call, what was moved last has left the device.
+        returns: the layer whose values come back from the host while backward is in this one.
+    """
+
+    choice: Choice = Choice.AGAIN
+    waits: bool = False
+    returns: int | None = None
+
+
+def roles_of(
+    layers: Mapping[int, Hashable],
+    extra: Mapping[Hashable, float],
+    room: float,
+    copies: Mapping[Hashable, float],
+) -> dict[int, Role]:
+    """The roles of layers that do not compute all again, or that have to do with what others move.
+
+    Args:
+        layers: layer → kind, in the order of their calls.
+        extra: kind → bytes that a call keeps; of a kind that is not in it none keep.
+        room: for these bytes.
+        copies: kind → how many layers' forwards a copy of these bytes takes; of a kind that is not in it none move.
+    """
+    names, kinds = list(layers), list(layers.values())
+    sizes = [extra.get(kind, math.inf) for kind in kinds]
+    apart = [max(1, math.ceil(copies[kind])) if kind in copies else len(kinds) for kind in kinds]
+    kept = _last_that_fit(sizes, room, ())
+    moved = _far_apart(apart)[: len(kinds) - len(kept)] if kept else []
+    kept = _last_that_fit(sizes, room, moved)
+    while any(_return(at, moved, kept, sizes, apart) is None for at in moved):
+        moved.pop()  # the last layers' memory is there for those in front of it
+        kept = _last_that_fit(sizes, room, moved)
+    returns = {_return(at, moved, kept, sizes, apart): names[at] for at in moved}
+    waits = {at + apart[at] for at in moved}
+    choices = {**dict.fromkeys(kept, Choice.KEEP), **dict.fromkeys(moved, Choice.MOVE)}
+    return {
+        names[at]: Role(choices.get(at, Choice.AGAIN), at in waits, returns.get(at))
+        for at in sorted({*choices, *waits, *returns})
+    }
+
+
+def _last_that_fit(sizes: Sequence[float], room: float, others: Collection[int]) -> list[int]:
+    """The last layers but ``others`` whose bytes together are at most ``room``."""
+    found = []
+    for at in reversed([at for at in range(len(sizes)) if at not in others]):
+        if math.isfinite(sizes[at]):
+            room -= sizes[at]
+            if room < 0:
+                break
+            found.append(at)
+    return found
+
+
+def _far_apart(apart: Sequence[int]) -> list[int]:
+    """Layers that move: no copy starts before the one before has ended, and the last one ends in forward."""
+    found, free_at = [], 0
+    for at, layers in enumerate(apart):
+        if at >= free_at and at + layers < len(apart):
+            found.append(at)
+            free_at = at + layers
+    return found
+
+
+def _return(
+    at: int, moved: Sequence[int], kept: Collection[int], sizes: Sequence[float], apart: Sequence[int]
+) -> int | None:
+    """Where backward is when a moved layer's values start to come back: as early as there is memory for them.
+
+    None: there is none, or none for what the layers call behind it keep while its values leave.
+    """
+
+    def freed(since: int) -> float:
+        return sum(sizes[each] for each in kept if each >= since)
+
+    behind = next((each for each in moved if each > at), len(sizes))
+    if freed(at + apart[at]) < sizes[at]:
+        return None
+    if behind == at + 1:  # its values are there, too
+        return behind if freed(behind + 1) >= sizes[at] + sizes[behind] else None
+    return next((place for place in reversed(range(at + 1, behind)) if freed(place + 1) >= sizes[at]), None)
