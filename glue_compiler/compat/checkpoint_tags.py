@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import threading
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -10,6 +13,7 @@ from torch import fx
 from torch._higher_order_ops import wrap
 from torch.utils.checkpoint import CheckpointPolicy
 
+_AUTOGRAD_FUNCTION: Any = torch.ops.higher_order.autograd_function_apply
 _EXPLICIT: dict[object, Literal["save", "recompute"]] = {
     CheckpointPolicy.MUST_SAVE: "save",
     CheckpointPolicy.MUST_CPU_OFFLOAD: "save",
@@ -17,34 +21,47 @@ _EXPLICIT: dict[object, Literal["save", "recompute"]] = {
 }
 
 
-_ARE_LEFT_OUT = hasattr(wrap.TagActivationCheckpoint, "tag_nodes")
-"""Up to 2.12 what lies in a body of a checkpoint's body has no tags."""
+_active = threading.local()
 
 
-def reach_autograd_functions(gm: fx.GraphModule) -> None:
-    """Have what the forwards of autograd functions in checkpoints compute tagged as all else that lies in these.
+@contextlib.contextmanager
+def autograd_functions_tagged() -> Iterator[None]:
+    """In here, what forwards of autograd functions in a checkpoint compute is tagged as all else that lies in it.
 
-    Without tags the partitioner keeps their results from the forward on, such as each product with weights of 4 bits.
-    A node without metadata of its own is traced with that of the call that it runs in. Policies are left alone: they
-    are asked for each operator, wherever it lies.
+    Up to torch 2.12 it has no tags, so that the partitioner keeps its results from the forward on, such as each product
+    with weights of 4 bits. Policies are left alone: they are asked for each operator, wherever it lies.
     """
-    if not _ARE_LEFT_OUT:
+    _install()
+    before, _active.value = getattr(_active, "value", False), True
+    try:
+        yield
+    finally:
+        _active.value = before
+
+
+@functools.cache
+def _install() -> None:
+    tagging: Any = wrap.TagActivationCheckpoint
+    if not hasattr(tagging, "tag_nodes"):
         return
-    for body in _bodies(gm, torch.ops.higher_order.tag_activation_checkpoint):
-        if "_checkpoint_context_fn" not in body.meta:
-            for forward in _bodies(body, torch.ops.higher_order.autograd_function_apply):
-                for node in forward.graph.nodes:
-                    node.meta.clear()
+    original = tagging.tag_nodes
+
+    def tag_nodes(gmod: fx.GraphModule, is_sac: bool) -> fx.GraphModule:
+        tagged: fx.GraphModule = original(gmod, is_sac)
+        if not is_sac and getattr(_active, "value", False):
+            _tag_functions(tagged)
+        return tagged
+
+    tagging.tag_nodes = staticmethod(tag_nodes)
 
 
-def _bodies(gm: fx.GraphModule, operator: Any) -> Iterator[fx.GraphModule]:
-    """What calls of ``operator``, in ``gm`` and its bodies, run first."""
-    for module in gm.modules():
+def _tag_functions(tagged: fx.GraphModule) -> None:
+    for module in tagged.modules():
         if isinstance(module, fx.GraphModule):
-            for node in module.graph.find_nodes(op="call_function", target=operator):
-                body = node.args[0]
-                if isinstance(body, fx.Node) and isinstance(made := getattr(module, str(body.target)), fx.GraphModule):
-                    yield made
+            for node in module.graph.find_nodes(op="call_function", target=_AUTOGRAD_FUNCTION):
+                forward = getattr(module, str(node.args[0].target))
+                for inner in forward.graph.nodes:
+                    inner.meta.update({key: node.meta[key] for key in ("recompute", "ac_graph_id") if key in node.meta})
 
 
 def explicit_policy(node: fx.Node) -> Literal["save", "recompute"] | None:

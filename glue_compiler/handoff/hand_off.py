@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from glue_compiler.compat import checkpoint_tags, graph_inputs, inductor, partition
+from glue_compiler.compat import checkpoint_tags, graph_cache, graph_inputs, inductor, partition
 from glue_compiler.ops import nf4
 from glue_compiler.ops.batch_memo import BatchMemo, memoized
 from glue_compiler.ops.opaque import call_directly
@@ -33,14 +33,28 @@ def hand_off(
     ``edit_pair`` marks and changes the graphs of a training step; ``passes_uuid`` stands for it too;
     without one, nothing comes from Inductor's caches and nothing goes there.
     """
-    checkpoint_tags.reach_autograd_functions(gm)
+    with checkpoint_tags.autograd_functions_tagged():
+        return _compiled(gm, inputs, options, passes_uuid, edit_pair)
+
+
+def _compiled(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    options: GlueOptions,
+    passes_uuid: bytes | None,
+    edit_pair: partition.Edit | None,
+) -> Callable[..., Any]:
     if options.compiler == "aot_eager":
         return partition.compile_with_aot_eager(gm, inputs, edit_pair)
     if not inductor.HAND_OFF.is_available():
         return inductor.compile_as_torch_does(gm, inputs)
 
     # config_patches, and not a context manager around the call: the backward is compiled after it has returned.
-    patches = {**options.inductor, **inductor.post_grad_patch(passes_uuid, _call_kernels, options.inductor)}
+    patches = {
+        **options.inductor,
+        **inductor.post_grad_patch(passes_uuid, _call_kernels, options.inductor),
+        **graph_cache.cacheable_patch(gm, options.inductor),
+    }
     if edit_pair is not None:
         patches |= partition.partition_patch(passes_uuid, edit_pair, options.inductor)
     return inductor.compile_with_inductor(gm, inputs, patches)

@@ -1,0 +1,98 @@
+"""Which graphs come from AOTAutograd's cache in a later process that torch would trace again."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
+
+import glue_compiler  # noqa: F401
+from glue_compiler.compat.graph_cache import cacheable_patch
+from glue_compiler.testing import capture
+
+FUNCTION = "torch.ops.higher_order.autograd_function_apply"
+SWITCHES = {"torch.amp.autocast_mode._enter_autocast", "torch.amp.autocast_mode._exit_autocast"}
+scale = [2.0]
+
+
+@torch._dynamo.allow_in_graph
+def opaque(x):
+    """Does what no key tells."""
+    return x * scale[0]
+
+
+def function(forward, backward):
+    class Made(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return forward(x)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return backward(grad)
+
+    return Made
+
+
+def marked(f):
+    (graph,) = capture(f, torch.randn(4, 4, requires_grad=True))
+    (found,) = cacheable_patch(graph, {}).values() or [{}]
+    assert set(found.values()) <= {torch.__version__}
+    return set(found)
+
+
+def double(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def under_autocast(x):
+    with torch.autocast("cpu", torch.bfloat16):
+        return x @ x
+
+
+Doubled = function(double, double)
+HalfOpaque = function(opaque, double)
+
+
+def test_an_autograd_function_is_told_by_its_bodies():
+    assert marked(Doubled.apply) == {FUNCTION}
+    assert marked(lambda x: checkpoint(Doubled.apply, x, use_reentrant=False)) == {FUNCTION}
+
+
+@pytest.mark.parametrize("bodies", [(opaque, double), (double, opaque)])
+def test_not_where_one_calls_what_no_key_tells(bodies):
+    assert marked(function(*bodies).apply) == set()
+
+
+def test_switches_of_autocast_are_told_by_their_arguments():
+    assert marked(under_autocast) == SWITCHES
+    assert marked(lambda x: Doubled.apply(under_autocast(x))) == {*SWITCHES, FUNCTION}
+    assert marked(lambda x: HalfOpaque.apply(under_autocast(x))) == SWITCHES
+
+
+def test_others_are_left_to_torch():
+    assert marked(double) == set()
+
+
+def test_what_the_user_marks_stays_marked():
+    (graph,) = capture(Doubled.apply, torch.randn(4, 4, requires_grad=True))
+    (found,) = cacheable_patch(graph, {"unsafe_marked_cacheable_functions": {"a.function": "1"}}).values()
+    assert found == {"a.function": "1", FUNCTION: torch.__version__}
+
+
+@pytest.mark.slow
+def test_a_second_compile_is_a_hit_and_another_backward_is_none(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+
+    def run(backward):
+        torch._dynamo.reset()
+        counters.clear()
+        x = torch.ones(4, 4, requires_grad=True)
+        torch.compile(function(double, backward).apply, backend="glue")(x).sum().backward()
+        found = counters["aot_autograd"]
+        assert not found["autograd_cache_bypass"]
+        return found["autograd_cache_hit"], x.grad[0, 0].item()
+
+    assert run(lambda grad: grad * 2) == (0, 2.0)
+    assert run(lambda grad: grad * 2) == (1, 2.0)
+    assert run(lambda grad: grad * 3) == (0, 3.0)
