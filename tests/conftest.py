@@ -1,5 +1,6 @@
 """Shared by all tests: a clean Dynamo, a GPU marker that skips with its reason, and a limit of time for slow tests."""
 
+import logging
 import os
 import random
 import time
@@ -8,6 +9,8 @@ import pytest
 import torch
 
 BEGAN = time.monotonic()
+# pytest captures what loggers that do not propagate log. This one's makes torch print each graph that it compiles.
+logging.getLogger("torch.__trace").propagate = True
 
 
 @pytest.fixture(autouse=True)
