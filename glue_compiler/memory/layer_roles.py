@@ -11,6 +11,7 @@ import enum
 import math
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 
 class Choice(enum.Enum):
@@ -55,16 +56,16 @@ def roles_of(
     kept = _last_that_fit(sizes, room, ())
     moved = _far_apart(apart)[: len(kinds) - len(kept)] if kept else []
     kept = _last_that_fit(sizes, room, moved)
-    while any(_return(at, moved, kept, sizes, apart) is None for at in moved):
+    places = _returns(moved, kept, sizes, apart)
+    while None in places:
         moved.pop()  # the last layers' memory is there for those in front of it
         kept = _last_that_fit(sizes, room, moved)
-    returns = {_return(at, moved, kept, sizes, apart): names[at] for at in moved}
+        places = _returns(moved, kept, sizes, apart)
+    returns = {place: names[at] for place, at in zip(places, moved, strict=True)}
     waits = {at + apart[at] for at in moved}
     choices = {**dict.fromkeys(kept, Choice.KEEP), **dict.fromkeys(moved, Choice.MOVE)}
-    return {
-        names[at]: Role(choices.get(at, Choice.AGAIN), at in waits, returns.get(at))
-        for at in sorted({*choices, *waits, *returns})
-    }
+    roles = {name: Role(choices.get(at, Choice.AGAIN), at in waits, returns.get(at)) for at, name in enumerate(names)}
+    return {name: role for name, role in roles.items() if role != Role()}
 
 
 def _last_that_fit(sizes: Sequence[float], room: float, others: Collection[int]) -> list[int]:
@@ -89,20 +90,23 @@ def _far_apart(apart: Sequence[int]) -> list[int]:
     return found
 
 
-def _return(
-    at: int, moved: Sequence[int], kept: Collection[int], sizes: Sequence[float], apart: Sequence[int]
-) -> int | None:
-    """Where backward is when a moved layer's values start to come back: as early as there is memory for them.
+def _returns(
+    moved: Sequence[int], kept: Collection[int], sizes: Sequence[float], apart: Sequence[int]
+) -> list[int | None]:
+    """Where backward is when each moved layer's values start to come back: as early as there is memory for them.
 
-    None: there is none, or none for what the layers call behind it keep while its values leave.
+    None: there is none, or none for what the layers called behind it keep while its values leave.
     """
 
     def freed(since: int) -> float:
         return sum(sizes[each] for each in kept if each >= since)
 
-    behind = next((each for each in moved if each > at), len(sizes))
-    if freed(at + apart[at]) < sizes[at]:
-        return None
-    if behind == at + 1:  # its values are there, too
-        return behind if freed(behind + 1) >= sizes[at] + sizes[behind] else None
-    return next((place for place in reversed(range(at + 1, behind)) if freed(place + 1) >= sizes[at]), None)
+    def place(at: int, behind: int) -> int | None:
+        """``behind``: the moved layer behind it, whose values are back before."""
+        if freed(at + apart[at]) < sizes[at]:
+            return None
+        if behind == at + 1:  # they are still there
+            return behind if freed(behind + 1) >= sizes[at] + sizes[behind] else None
+        return next((place for place in reversed(range(at + 1, behind)) if freed(place + 1) >= sizes[at]), None)
+
+    return [place(*pair) for pair in pairwise([*moved, len(sizes)])]
