@@ -166,7 +166,7 @@ class _Writer:
             storages = storages_of(value_of(node))
             node = self.results.get(node, node)  # the result of an attention that has been written already
             if value_of(node).dtype != dtype:
-                node = self.make.call(torch.Tensor.to, node, dtype)
+                node = self.make.method("to", node, dtype)
             elif is_saved and storages.isdisjoint(read) and not numbering.is_private_after(storages, site.output):
                 node = self.make.call(_glue.private_copy.default, node)
             found.append(node)

@@ -96,3 +96,21 @@ def test_a_second_compile_is_a_hit_and_another_backward_is_none(tmp_path, monkey
     assert run(lambda grad: grad * 2) == (0, 2.0)
     assert run(lambda grad: grad * 2) == (1, 2.0)
     assert run(lambda grad: grad * 3) == (0, 3.0)
+
+
+@pytest.mark.slow
+def test_a_model_whose_forward_is_under_autocast(tmp_path, monkeypatch):
+    """As accelerate has it; its attention gets casts that glue writes."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 64, "head_dim": 16}
+    model = Qwen3ForCausalLM(Qwen3Config(**sizes, num_attention_heads=2, num_key_value_heads=1, use_cache=False))
+    model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
+    ids = torch.randint(0, 64, (1, 16))
+    for expected in ({"autograd_cache_miss": 1, "autograd_cache_saved": 1}, {"autograd_cache_hit": 1}):
+        torch._dynamo.reset()
+        counters.clear()
+        torch.compile(model, backend="glue")(input_ids=ids, labels=ids).loss.backward()
+        found = counters["aot_autograd"]
+        assert {name: count for name, count in found.items() if name.startswith("autograd_cache")} == expected
