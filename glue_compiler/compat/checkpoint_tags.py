@@ -13,6 +13,8 @@ from torch import fx
 from torch._higher_order_ops import wrap
 from torch.utils.checkpoint import CheckpointPolicy
 
+from glue_compiler.compat.operators import is_of_others
+
 _AUTOGRAD_FUNCTION: Any = torch.ops.higher_order.autograd_function_apply
 _EXPLICIT: dict[object, Literal["save", "recompute"]] = {
     CheckpointPolicy.MUST_SAVE: "save",
@@ -21,6 +23,8 @@ _EXPLICIT: dict[object, Literal["save", "recompute"]] = {
 }
 
 
+LEAVES_FUNCTIONS_OUT = hasattr(wrap.TagActivationCheckpoint, "tag_nodes")
+"""Does torch tag no more than a checkpoint's own operators?"""
 _active = threading.local()
 
 
@@ -29,7 +33,8 @@ def autograd_functions_tagged() -> Iterator[None]:
     """In here, what forwards of autograd functions in a checkpoint compute is tagged as all else that lies in it.
 
     Up to torch 2.12 it has no tags, so that the partitioner keeps its results from the forward on, such as each product
-    with weights of 4 bits. Policies are left alone: they are asked for each operator, wherever it lies.
+    with weights of 4 bits. Policies are left alone: they are asked for each operator, wherever it lies. So are
+    operators of others.
     """
     _install()
     before, _active.value = getattr(_active, "value", False), True
@@ -41,9 +46,9 @@ def autograd_functions_tagged() -> Iterator[None]:
 
 @functools.cache
 def _install() -> None:
-    tagging: Any = wrap.TagActivationCheckpoint
-    if not hasattr(tagging, "tag_nodes"):
+    if not LEAVES_FUNCTIONS_OUT:
         return
+    tagging: Any = wrap.TagActivationCheckpoint
     original = tagging.tag_nodes
 
     def tag_nodes(gmod: fx.GraphModule, is_sac: bool) -> fx.GraphModule:
@@ -60,8 +65,10 @@ def _tag_functions(tagged: fx.GraphModule) -> None:
         if isinstance(module, fx.GraphModule):
             for node in module.graph.find_nodes(op="call_function", target=_AUTOGRAD_FUNCTION):
                 forward = getattr(module, str(node.args[0].target))
+                tags = {key: node.meta[key] for key in ("recompute", "ac_graph_id") if key in node.meta}
                 for inner in forward.graph.nodes:
-                    inner.meta.update({key: node.meta[key] for key in ("recompute", "ac_graph_id") if key in node.meta})
+                    if not is_of_others(inner.target):  # one may draw random numbers, which nobody would draw again
+                        inner.meta.update(tags)
 
 
 def explicit_policy(node: fx.Node) -> Literal["save", "recompute"] | None:

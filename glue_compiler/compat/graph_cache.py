@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
+from glue_compiler.compat.operators import is_of_others
 from glue_compiler.compat.parts import ANY, Feature, Uses
 from glue_compiler.compat.switches import AUTOCAST_SWITCHES
 
@@ -18,41 +20,50 @@ CACHED = Feature(
         f"torch._inductor.config:{_MARKED}": ANY,
         "torch._functorch._aot_autograd.autograd_cache:BypassAOTAutogradCache": ANY,
         "torch._functorch._aot_autograd.autograd_cache:check_node_safe": Uses(("node",)),
+        "torch._C:_autocast_supported_devices": ANY,
         "torch._ops:HigherOrderOperator.cacheable": Uses(("self",), (_MARKED,)),
     },
 )
 """Without it, they are traced in each process."""
+_AUTOGRAD_FUNCTION: Any = torch.ops.higher_order.autograd_function_apply
 
 
 def cacheable_patch(gm: fx.GraphModule, options: Mapping[str, Any]) -> Mapping[str, Any]:
     """Inductor options with which ``gm`` comes from the cache in a later process.
 
-    What autocast does is told by the arguments of its switches, of which torch refuses some. What an autograd function
-    does is told by its two bodies, which are in the key, if all that these call would be cached outside of it, too.
+    What an autograd function does is told by its two bodies, which are in the key, and what autocast does by the
+    arguments of its switches and :func:`_modes`, if all operators are known: those of others do in autograd and under
+    autocast what Python has registered.
     """
     called = {node.target for module in _modules(gm) for node in module.graph.nodes if node.op == "call_function"}
     refused = {target for target in called if target in AUTOCAST_SWITCHES or target is _AUTOGRAD_FUNCTION}
-    if not refused or not CACHED.is_available():
+    if not refused or not CACHED.is_available() or not _tells_all(gm, called, refused):
         return {}
     from torch._inductor import config
 
-    if _AUTOGRAD_FUNCTION in refused and not _tells_all(gm, refused):
-        refused.discard(_AUTOGRAD_FUNCTION)
     return {_MARKED: {**options.get(_MARKED, getattr(config, _MARKED)), **_names(refused)}}
 
 
-_AUTOGRAD_FUNCTION: Any = torch.ops.higher_order.autograd_function_apply
-
-
 def _names(functions: set[Any]) -> dict[str, str]:
-    return {f"{each.__module__}.{each.__name__}": torch.__version__ for each in functions}
+    """The functions as the option names them; the values are in the key."""
+    return {f"{each.__module__}.{each.__name__}": _modes() for each in functions}
 
 
-def _tells_all(gm: fx.GraphModule, refused: set[Any]) -> bool:
+def _modes() -> str:
+    """What operators do by a mode of the process or the thread."""
+    devices = torch._C._autocast_supported_devices()
+    autocast = [(each, torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in devices]
+    packages = [getattr(sys.modules.get(name), "__version__", None) for name in ("bitsandbytes",)]
+    return repr((torch.__version__, torch.get_default_dtype(), autocast, packages))
+
+
+def _tells_all(gm: fx.GraphModule, called: set[Any], refused: set[Any]) -> bool:
     """Would torch cache each node of the bodies in ``gm``? It looks at those of the outermost graph alone."""
     from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache, check_node_safe
     from torch._inductor import config
 
+    if any(map(is_of_others, called)):
+        return False
     with config.patch({_MARKED: {**getattr(config, _MARKED), **_names(refused)}}):
         try:
             for module in _modules(gm):

@@ -35,6 +35,15 @@ def operators_in(target: Any) -> list[str]:
     return [] if name.split("::")[0] in _BUILT_IN else [name]
 
 
+_KNOWN = {"glue", "bitsandbytes"}
+"""Namespaces of operators that give the same for the same operands, and whose autograd is no more than they say."""
+
+
+def is_of_others(target: Any) -> bool:
+    """Is it an operator that may do, in autograd, under autocast or with random numbers, what Python has registered?"""
+    return any(name.split("::")[0] not in _KNOWN for name in operators_in(target))
+
+
 _ALLOCATING_COMPOSITES = {"aten::linear", "aten::conv1d", "aten::conv2d", "aten::conv3d"}
 
 

@@ -6,11 +6,13 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import glue_compiler  # noqa: F401
+from glue_compiler.compat import checkpoint_tags
 
 calls = []
+EAGER = {"compiler": "aot_eager"}
 
 
-@torch.library.custom_op("glue_test_checkpoint_tags::product", mutates_args=())
+@torch.library.custom_op("glue::test_product", mutates_args=())
 def product(x: Tensor, weight: Tensor) -> Tensor:
     calls.append(tuple(weight.shape))
     return x @ weight
@@ -33,6 +35,28 @@ class Frozen(torch.autograd.Function):
     def backward(ctx, grad):
         (weight,) = ctx.saved_tensors
         return grad @ weight.T, None
+
+
+@torch.library.custom_op("glue_test_checkpoint_tags::mask", mutates_args=())
+def mask(x: Tensor) -> Tensor:
+    return (torch.rand_like(x) > 0.5).to(x.dtype)
+
+
+mask.register_fake(torch.empty_like)
+
+
+class Masked(torch.autograd.Function):
+    """Of an operator that does not say that it draws random numbers."""
+
+    @staticmethod
+    def forward(ctx, x):
+        drawn = mask(x)
+        ctx.save_for_backward(drawn)
+        return x * drawn
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[0]
 
 
 class Nested(torch.autograd.Function):
@@ -71,7 +95,7 @@ def judged(step, given):
     """How often the compiled step calls the product; its loss and gradients are eager's."""
     expected = gradients(step, *given)
     calls.clear()
-    compiled = torch.compile(step, backend="glue", options={"compiler": "aot_eager"}, fullgraph=True)
+    compiled = torch.compile(step, backend="glue", options=EAGER, fullgraph=True)
     for own, eager in zip(gradients(compiled, *given), expected, strict=True):
         torch.testing.assert_close(own, eager)
     return len(calls)
@@ -100,9 +124,18 @@ def test_outside_of_a_checkpoint_it_is_kept(given):
     assert judged(step, given) == 1
 
 
+@pytest.mark.skipif(not checkpoint_tags.LEAVES_FUNCTIONS_OUT, reason="from 2.13 on torch draws again by itself")
+def test_operators_of_others_are_kept(given):
+    x = torch.ones(64, requires_grad=True)
+    compiled = torch.compile(lambda x: checkpoint(Masked.apply, x, use_reentrant=False), backend="glue", options=EAGER)
+    found = compiled(x)
+    found.sum().backward()
+    assert torch.equal(found, x.grad)
+
+
 def test_a_policy_that_saves_it_is_heard(given):
     def policy(_, operator, *args, **kwargs):
-        saves = operator is torch.ops.glue_test_checkpoint_tags.product.default
+        saves = operator is torch.ops.glue.test_product.default
         return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
 
     def contexts():
