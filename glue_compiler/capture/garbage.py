@@ -12,27 +12,25 @@ from collections.abc import Iterator
 
 _lock = threading.Lock()
 _conversions = 0
-_frozen = 0
-"""Objects that a conversion has put into the permanent generation."""
+_is_ours = False
 
 
 @contextlib.contextmanager
 def older_objects_left_out() -> Iterator[None]:
     """What exists is in Python's permanent generation meanwhile (``gc.freeze``). Where the user has put objects there,
-    nothing is done: nobody can tell them apart afterwards. So it all stays there if the user puts more there meanwhile.
+    nothing is done: nobody can tell them apart afterwards.
     """
-    global _conversions, _frozen
+    global _conversions, _is_ours
     with _lock:
         _conversions += 1
         if _conversions == 1 and gc.isenabled() and not gc.get_freeze_count():
             gc.freeze()
-            _frozen = gc.get_freeze_count()
+            _is_ours = True
     try:
         yield
     finally:
         with _lock:
             _conversions -= 1
-            if not _conversions and _frozen:
-                if gc.get_freeze_count() <= _frozen:
-                    gc.unfreeze()
-                _frozen = 0
+            if not _conversions and _is_ours:
+                gc.unfreeze()
+                _is_ours = False
