@@ -114,7 +114,7 @@ def _changed_in(gm: fx.GraphModule, changed: dict[fx.Node, Any], effects: Effect
                 continue
             if node in calls:
                 value = _result_of_body(calls[node], changed, effects)
-            elif node.target is torch.ops.higher_order.autograd_function_apply and has_value(node):
+            elif node.target is operators.AUTOGRAD_FUNCTION and has_value(node):
                 value = _result_of_function(node, changed)
             else:
                 value = _run(gm, node, changed, effects)

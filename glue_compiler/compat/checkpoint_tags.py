@@ -8,22 +8,19 @@ import threading
 from collections.abc import Iterator
 from typing import Any, Literal
 
-import torch
 from torch import fx
 from torch._higher_order_ops import wrap
 from torch.utils.checkpoint import CheckpointPolicy
 
-from glue_compiler.compat.operators import is_of_others
+from glue_compiler.compat.operators import AUTOGRAD_FUNCTION, is_of_others
 
-_AUTOGRAD_FUNCTION: Any = torch.ops.higher_order.autograd_function_apply
 _EXPLICIT: dict[object, Literal["save", "recompute"]] = {
     CheckpointPolicy.MUST_SAVE: "save",
     CheckpointPolicy.MUST_CPU_OFFLOAD: "save",
     CheckpointPolicy.MUST_RECOMPUTE: "recompute",
 }
-
-
-LEAVES_FUNCTIONS_OUT = hasattr(wrap.TagActivationCheckpoint, "tag_nodes")
+_TAGGING: Any = getattr(wrap, "TagActivationCheckpoint", None)
+LEAVES_FUNCTIONS_OUT = hasattr(_TAGGING, "tag_nodes")
 """Does torch tag no more than a checkpoint's own operators?"""
 _active = threading.local()
 
@@ -48,8 +45,7 @@ def autograd_functions_tagged() -> Iterator[None]:
 def _install() -> None:
     if not LEAVES_FUNCTIONS_OUT:
         return
-    tagging: Any = wrap.TagActivationCheckpoint
-    original = tagging.tag_nodes
+    original = _TAGGING.tag_nodes
 
     def tag_nodes(gmod: fx.GraphModule, is_sac: bool) -> fx.GraphModule:
         tagged: fx.GraphModule = original(gmod, is_sac)
@@ -57,13 +53,13 @@ def _install() -> None:
             _tag_functions(tagged)
         return tagged
 
-    tagging.tag_nodes = staticmethod(tag_nodes)
+    _TAGGING.tag_nodes = staticmethod(tag_nodes)
 
 
 def _tag_functions(tagged: fx.GraphModule) -> None:
     for module in tagged.modules():
         if isinstance(module, fx.GraphModule):
-            for node in module.graph.find_nodes(op="call_function", target=_AUTOGRAD_FUNCTION):
+            for node in module.graph.find_nodes(op="call_function", target=AUTOGRAD_FUNCTION):
                 forward = getattr(module, str(node.args[0].target))
                 tags = {key: node.meta[key] for key in ("recompute", "ac_graph_id") if key in node.meta}
                 for inner in forward.graph.nodes:

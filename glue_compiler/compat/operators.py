@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+AUTOGRAD_FUNCTION: Any = torch.ops.higher_order.autograd_function_apply
+"""What Dynamo makes of a call of a ``torch.autograd.Function``: its forward and its backward are bodies."""
 _BUILT_IN = {"aten", "prims", "prim"}
 
 _DOES_MORE = {

@@ -9,6 +9,7 @@ from typing import Any
 from torch import fx
 
 from glue_compiler.compat import checkpoint_tags, graph_cache, graph_inputs, inductor, partition
+from glue_compiler.fx.bodies import graph_modules
 from glue_compiler.ops import nf4
 from glue_compiler.ops.batch_memo import BatchMemo, memoized
 from glue_compiler.ops.opaque import call_directly
@@ -21,6 +22,7 @@ HandOff = Callable[..., Callable[..., Any]]
 _batch_memo = BatchMemo()
 
 
+@checkpoint_tags.autograd_functions_tagged()
 def hand_off(
     gm: fx.GraphModule,
     inputs: Sequence[Any],
@@ -33,17 +35,6 @@ def hand_off(
     ``edit_pair`` marks and changes the graphs of a training step; ``passes_uuid`` stands for it too;
     without one, nothing comes from Inductor's caches and nothing goes there.
     """
-    with checkpoint_tags.autograd_functions_tagged():
-        return _compiled(gm, inputs, options, passes_uuid, edit_pair)
-
-
-def _compiled(
-    gm: fx.GraphModule,
-    inputs: Sequence[Any],
-    options: GlueOptions,
-    passes_uuid: bytes | None,
-    edit_pair: partition.Edit | None,
-) -> Callable[..., Any]:
     if options.compiler == "aot_eager":
         return partition.compile_with_aot_eager(gm, inputs, edit_pair)
     if not inductor.HAND_OFF.is_available():
@@ -53,7 +44,7 @@ def _compiled(
     patches = {
         **options.inductor,
         **inductor.post_grad_patch(passes_uuid, _call_kernels, options.inductor),
-        **graph_cache.cacheable_patch(gm, options.inductor),
+        **graph_cache.cacheable_patch(list(graph_modules(gm)), options.inductor),
     }
     if edit_pair is not None:
         patches |= partition.partition_patch(passes_uuid, edit_pair, options.inductor)

@@ -205,10 +205,10 @@ class LayerPlan:
         self._peak, self._seen = self._memory.peak(), 0
         roles = self._choose(units)
         if roles != self._roles and len(self._grown) > 1:
-            counts = Counter(role.choice for role in roles.values())
-            extra, keeping = self._extra(), [layer for layer, role in roles.items() if role.choice is Choice.KEEP]
+            extra, moving = self._extra(), sum(role.choice is Choice.MOVE for role in roles.values())
+            keeping = [layer for layer, role in roles.items() if role.choice is Choice.KEEP]
             kept = sum(extra.get(self._layers[layer], 0.0) for layer in keeping) * units * self._most_rounds
-            moved = f", {counts[Choice.MOVE]} on the host" if counts[Choice.MOVE] else ""
+            moved = f", {moving} on the host" if moving else ""
             text = (
                 f"{len(keeping)} of {len(self._layers)} layers keep what backward needs: {with_unit(int(kept))}, with "
                 f"{with_unit(self._limit or 0)} for a step{moved}"

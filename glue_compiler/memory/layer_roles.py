@@ -55,12 +55,12 @@ def roles_of(
     apart = [max(1, math.ceil(copies[kind])) if kind in copies else len(kinds) for kind in kinds]
     kept = _last_that_fit(sizes, room, ())
     moved = _far_apart(apart)[: len(kinds) - len(kept)] if kept else []
-    kept = _last_that_fit(sizes, room, moved)
-    places = _returns(moved, kept, sizes, apart)
-    while None in places:
-        moved.pop()  # the last layers' memory is there for those in front of it
+    while True:
         kept = _last_that_fit(sizes, room, moved)
         places = _returns(moved, kept, sizes, apart)
+        if None not in places:
+            break
+        moved.pop()  # the last layers' memory is there for those in front of it
     returns = {place: names[at] for place, at in zip(places, moved, strict=True)}
     waits = {at + apart[at] for at in moved}
     choices = {**dict.fromkeys(kept, Choice.KEEP), **dict.fromkeys(moved, Choice.MOVE)}

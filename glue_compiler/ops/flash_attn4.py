@@ -14,7 +14,6 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from glue_compiler.compat import inductor
@@ -34,9 +33,10 @@ _PARAMETERS = {
 _ON_DISK = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
 
 
+@functools.cache
 def is_installed() -> bool:
     """Imports nothing: what is compiled for small batches alone never waits for the package."""
-    return torch.version.hip is None and optional_package.installed_version(PACKAGE) is not None
+    return optional_package.why_absent(PACKAGE) is None
 
 
 @functools.cache

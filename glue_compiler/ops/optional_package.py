@@ -18,17 +18,22 @@ def installed_version(package: str) -> str | None:
         return None
 
 
+def why_absent(package: str) -> str | None:
+    """Why a package for CUDA is not there; None: it is. Imports nothing."""
+    if installed_version(package) is None:
+        return f"{package} is not installed"
+    return f"{package} is for CUDA alone" if torch.version.hip is not None else None
+
+
 def why_unusable(package: str, module: str, parameters: Mapping[str, Set[str]]) -> str | None:
     """Why a package for CUDA cannot be used; None: it can. Imports it, which takes seconds, if it is installed.
 
     Args:
         parameters: of each function of ``module`` that is called, what it must take.
     """
+    if absent := why_absent(package):
+        return absent
     version = installed_version(package)
-    if version is None:
-        return f"{package} is not installed"
-    if torch.version.hip is not None:
-        return f"{package} is for CUDA alone"
     try:
         imported = importlib.import_module(module)
         taken = {name: set(inspect.signature(getattr(imported, name)).parameters) for name in parameters}

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from glue_compiler.compat.operators import AUTOGRAD_FUNCTION
 from glue_compiler.compat.symbols import speculation
 from glue_compiler.fx.flow import Refused
 from glue_compiler.fx.records import bound_arguments
 from glue_compiler.fx.values import tensors_in, value_of
 
-AUTOGRAD_FUNCTION: Any = torch.ops.higher_order.autograd_function_apply
 """(forward body, backward body, operands) → a tuple. Backward takes gradients of it, and what forward saves."""
 TOKENS = 4099
 """How many the bodies are run for: a prime, that no size of a model's is a multiple of."""

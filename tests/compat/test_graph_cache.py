@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import glue_compiler  # noqa: F401
 from glue_compiler.compat.graph_cache import cacheable_patch
+from glue_compiler.fx.bodies import graph_modules
 from glue_compiler.testing import capture
 
 FUNCTION = "torch.ops.higher_order.autograd_function_apply"
@@ -38,7 +39,7 @@ def function(forward, backward):
 
 def marked(f):
     (graph,) = capture(f, torch.randn(4, 4, requires_grad=True))
-    (found,) = cacheable_patch(graph, {}).values() or [{}]
+    (found,) = cacheable_patch(list(graph_modules(graph)), {}).values() or [{}]
     return set(found)
 
 
@@ -92,29 +93,31 @@ def test_what_nothing_refuses_is_left_to_torch():
 
 def test_what_the_user_marks_stays_marked():
     (graph,) = capture(Doubled.apply, torch.randn(4, 4, requires_grad=True))
-    (found,) = cacheable_patch(graph, {"unsafe_marked_cacheable_functions": {"a.function": "1"}}).values()
+    (found,) = cacheable_patch(
+        list(graph_modules(graph)), {"unsafe_marked_cacheable_functions": {"a.function": "1"}}
+    ).values()
     assert set(found) == {"a.function", FUNCTION}
     assert found["a.function"] == "1"
 
 
 def test_modes_that_operators_look_at_are_in_the_key():
     (graph,) = capture(under_autocast, torch.randn(4, 4, requires_grad=True))
-    keys, dtype = [cacheable_patch(graph, {})], torch.get_autocast_dtype("cpu")
+    keys, dtype = [cacheable_patch(list(graph_modules(graph)), {})], torch.get_autocast_dtype("cpu")
     with torch.autocast("cpu", torch.float16):
-        keys.append(cacheable_patch(graph, {}))
+        keys.append(cacheable_patch(list(graph_modules(graph)), {}))
     try:
         torch.set_autocast_dtype("cpu", torch.float16)
-        keys.append(cacheable_patch(graph, {}))
+        keys.append(cacheable_patch(list(graph_modules(graph)), {}))
     finally:
         torch.set_autocast_dtype("cpu", dtype)
     torch.set_default_dtype(torch.float64)
     try:
-        keys.append(cacheable_patch(graph, {}))
+        keys.append(cacheable_patch(list(graph_modules(graph)), {}))
     finally:
         torch.set_default_dtype(torch.float32)
     assert all(keys)
     assert all(a != b for a, b in itertools.combinations(keys, 2))
-    assert cacheable_patch(graph, {}) == keys[0]
+    assert cacheable_patch(list(graph_modules(graph)), {}) == keys[0]
 
 
 @pytest.mark.slow

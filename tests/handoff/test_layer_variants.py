@@ -292,5 +292,4 @@ def test_steps_on_a_device_fit_the_budget(keep):
     assert each > 0
     found, told = peak(memory_budget=int((least + keep * each) / SHARE) + 2**21)
     assert found <= (least + keep * each) / SHARE + 2**21
-    # What moves takes the memory of a layer that keeps, by the allocator's blocks a little more.
-    assert int(told[-1][0]) in (keep - 1, keep) if told else keep == 0
+    assert told[-1].startswith(f"{keep} of 6 layers keep") if told else keep == 0
