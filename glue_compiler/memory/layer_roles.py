@@ -27,12 +27,12 @@ class Role:
     """Of one layer's call in each forward.
 
     Attributes:
-        waits: before the call, what was moved last has left the device.
+        leaves: the layer whose values have left the device before the call: compute waits for their copy.
         returns: the layer whose values come back from the host while backward is in this one.
     """
 
     choice: Choice = Choice.AGAIN
-    waits: bool = False
+    leaves: int | None = None
     returns: int | None = None
 
 
@@ -53,19 +53,30 @@ def roles_of(
     names, kinds = list(layers), list(layers.values())
     sizes = [extra.get(kind, math.inf) for kind in kinds]
     apart = [max(1, math.ceil(copies[kind])) if kind in copies else len(kinds) for kind in kinds]
+    # A layer that moves where the copy before it ends needs the memory of both.
+    both = [_kept_and_moved(sizes, room, apart, space) for space in (apart, [each + 1 for each in apart])]
+    kept, places = max(both, key=lambda each: len(each[1]))
+    leaves = {at + apart[at] + 1: names[at] for at in places}
+    returns = {place: names[at] for at, place in places.items()}
+    choices = {**dict.fromkeys(kept, Choice.KEEP), **dict.fromkeys(places, Choice.MOVE)}
+    roles = {
+        name: Role(choices.get(at, Choice.AGAIN), leaves.get(at), returns.get(at)) for at, name in enumerate(names)
+    }
+    return {name: role for name, role in roles.items() if role != Role()}
+
+
+def _kept_and_moved(
+    sizes: Sequence[float], room: float, apart: Sequence[int], space: Sequence[int]
+) -> tuple[list[int], dict[int, int]]:
+    """Layers that keep, and those that move, ``space`` layers apart, with where backward is when they come back."""
     kept = _last_that_fit(sizes, room, ())
-    moved = _far_apart(apart)[: len(kinds) - len(kept)] if kept else []
+    moved = _far_apart(apart, space)[: len(sizes) - len(kept)] if kept else []
     while True:
         kept = _last_that_fit(sizes, room, moved)
-        places = _returns(moved, kept, sizes, apart)
-        if None not in places:
-            break
+        places = [place for place in _returns(moved, kept, sizes, apart) if place is not None]
+        if len(places) == len(moved):
+            return kept, dict(zip(moved, places, strict=True))
         moved.pop()  # the last layers' memory is there for those in front of it
-    returns = {place: names[at] for place, at in zip(places, moved, strict=True)}
-    waits = {at + apart[at] for at in moved}
-    choices = {**dict.fromkeys(kept, Choice.KEEP), **dict.fromkeys(moved, Choice.MOVE)}
-    roles = {name: Role(choices.get(at, Choice.AGAIN), at in waits, returns.get(at)) for at, name in enumerate(names)}
-    return {name: role for name, role in roles.items() if role != Role()}
 
 
 def _last_that_fit(sizes: Sequence[float], room: float, others: Collection[int]) -> list[int]:
@@ -80,13 +91,16 @@ def _last_that_fit(sizes: Sequence[float], room: float, others: Collection[int])
     return found
 
 
-def _far_apart(apart: Sequence[int]) -> list[int]:
-    """Layers that move: no copy starts before the one before has ended, and the last one ends in forward."""
+def _far_apart(apart: Sequence[int], space: Sequence[int]) -> list[int]:
+    """Layers that move: no copy starts before the one before has ended, and the last one ends in forward.
+
+    A copy starts behind its layer, and so has ended behind the ``apart`` layers that follow.
+    """
     found, free_at = [], 0
     for at, layers in enumerate(apart):
-        if at >= free_at and at + layers < len(apart):
+        if at >= free_at and at + layers + 1 < len(apart):
             found.append(at)
-            free_at = at + layers
+            free_at = at + space[at]
     return found
 
 
@@ -103,7 +117,8 @@ def _returns(
 
     def place(at: int, behind: int) -> int | None:
         """``behind``: the moved layer behind it, whose values are back before."""
-        if freed(at + apart[at]) < sizes[at]:
+        ends = at + apart[at]
+        if freed(ends + 1) < sizes[at] + (sizes[ends] if ends in moved else 0.0):
             return None
         if behind == at + 1:  # they are still there
             return behind if freed(behind + 1) >= sizes[at] + sizes[behind] else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from glue_compiler.compat import storages
 from glue_compiler.fx.values import keeps_layout
 from glue_compiler.memory.layer_roles import Choice, Role
-from glue_compiler.memory.offload_context import KeptValue, SavedInput
+from glue_compiler.memory.offload_context import BUFFERS, KeptValue, SavedInput
 from glue_compiler.ops.copy_engine import CopyEngine, engine
 
 LEAST_BYTES = 2**20
@@ -62,19 +63,24 @@ class Mover:
 
     def __init__(self, copies: CopyEngine = engine, least: int = LEAST_BYTES) -> None:
         self._copies, self._least = copies, least
-        self._leaving: MovedCall | None = None
+        self._leaving: deque[tuple[int, MovedCall]] = deque()
+        """What still lies on the device, with its layer."""
         self._moved: dict[int, MovedCall] = {}
         """Layer → its latest call that was moved."""
 
     def run(self, call: Callable[..., Any], inputs: Sequence[Any], layer: int, role: Role) -> Any:
-        """``call(*inputs)`` of ``layer``; what was moved before leaves the device as soon as it has been copied."""
+        """``call(*inputs)`` of ``layer``; what was moved before leaves when ``role`` says so at the latest."""
         moves = role.choice is Choice.MOVE
-        if self._leaving is not None and self._leaving.leave(at_once=moves or role.waits):
-            self._leaving = None
+        while self._leaving:
+            waits = self._leaving[0][0] == role.leaves or (moves and len(self._leaving) == BUFFERS)
+            if not self._leaving[0][1].leave(at_once=waits):
+                break
+            self._leaving.popleft()
         if not moves:
             results = call(*inputs)
         else:
-            self._leaving = self._moved[layer] = moved = MovedCall(inputs, self._copies, self._least)
+            self._moved[layer] = moved = MovedCall(inputs, self._copies, self._least)
+            self._leaving.append((layer, moved))
             with torch.autograd.graph.saved_tensors_hooks(moved.pack, lambda value: value.take()):
                 results = call(*inputs)
         returns = None if role.returns is None else self._moved.get(role.returns)

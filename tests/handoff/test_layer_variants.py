@@ -37,7 +37,7 @@ class Scripted:
         self.asked.append((layer, str(kind), units))
         number = next(self.numbers)
         choice = Choice.MOVE if self.moving(number) else Choice.KEEP if self.keeping(number) else Choice.AGAIN
-        role = Role(choice, waits=choice is Choice.KEEP, returns=self.moved)
+        role = Role(choice, leaves=self.moved if choice is Choice.KEEP else None, returns=self.moved)
         self.moved = layer if choice is Choice.MOVE else None
         return role
 
@@ -292,4 +292,4 @@ def test_steps_on_a_device_fit_the_budget(keep):
     assert each > 0
     found, told = peak(memory_budget=int((least + keep * each) / SHARE) + 2**21)
     assert found <= (least + keep * each) / SHARE + 2**21
-    assert told[-1].startswith(f"{keep} of 6 layers keep") if told else keep == 0
+    assert told[-1].startswith(f"{keep} of 6 layers keep") if told else keep == 0, told

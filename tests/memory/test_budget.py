@@ -75,6 +75,6 @@ def test_without_a_card_the_model_runs_without_a_budget(given):
 
 @pytest.mark.gpu
 def test_a_card_says_what_it_has():
-    found = memory_of(torch.device("cuda"))
+    found = memory_of(torch.device("cuda", 0))
     assert 0 < found.free <= found.total
     assert 0 <= found.unused <= found.total

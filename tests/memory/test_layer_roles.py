@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from glue_compiler.memory.layer_roles import Choice, Role, roles_of
@@ -24,7 +26,7 @@ def letters(kinds, *given, **named):
     ("forwards", "keep", "expected"),
     [
         (3, 0, "........"),
-        (3, 1, "M..M...K"),  # the third one's copy would not end in forward
+        (3, 1, "M......K"),  # the second one's copy would not end in forward
         (2.5, 2, "M..M..KK"),
         (2, 3, "M.M.MKKK"),
         (2, 4, "M.MKMKKK"),
@@ -32,9 +34,9 @@ def letters(kinds, *given, **named):
         (3, 7, "MKKKKKKK"),
         (3, 8, "KKKKKKKK"),
         (0.5, 2, "MMMMMMKK"),
-        (0.5, 1, "M......K"),  # two would be back at once
-        (7, 1, "M......K"),
-        (8, 1, ".......K"),
+        (0.5, 1, "M.M.M..K"),  # with neighbours, two would be there at once
+        (6, 1, "M......K"),
+        (7, 1, ".......K"),
     ],
 )
 def test_the_last_layers_keep_and_others_move_as_far_apart_as_copies_take(forwards, keep, expected):
@@ -49,7 +51,7 @@ def test_the_last_layers_keep_and_others_move_as_far_apart_as_copies_take(forwar
         ("abab", 12, {}, {"a": 10, "b": 3}, "...K"),
         ("abab", 100, {}, {"b": 3}, ".K.K"),
         ("abab", -1, {}, {"a": 1, "b": 1}, "...."),
-        ("aabbaabb", 5, {"a": 1.5, "b": 2.5}, {"a": 4, "b": 4}, "M.M..M.K"),
+        ("aabbaabb", 5, {"a": 1.5, "b": 2.5}, {"a": 4, "b": 4}, "M..M...K"),
         ("aabbaabb", 5, {"b": 1.5}, {"a": 4, "b": 4}, "..M....K"),
         ("aabbaabb", 5, {"a": 1.5}, {"a": 4}, "M....K.."),
         ("aaab", 1, {"a": 1, "b": 1}, {"a": 4, "b": 1}, "...K"),  # what comes back is larger than what b frees
@@ -64,7 +66,7 @@ def test_what_is_moved_comes_back_as_soon_as_there_is_memory_for_it():
     assert letters("a" * 8, 17, {"a": 2}) == "M.MKMKKK"
     returns = {layer - 100: role.returns - 100 for layer, role in roles.items() if role.returns is not None}
     assert returns == {1: 0, 3: 2, 6: 4}, "behind the one that is back before, and a kept one"
-    assert [layer - 100 for layer, role in roles.items() if role.waits] == [2, 4, 6]
+    assert [layer - 100 for layer, role in roles.items() if role.leaves is not None] == [3, 5, 7]
     assert set(roles) <= set(layers)
 
 
@@ -73,3 +75,42 @@ def test_neighbours_come_back_one_after_the_other():
     assert letters("a" * 6, 9, {"a": 1}) == "MMMMKK"
     returns = {layer - 100: role.returns - 100 for layer, role in roles.items() if role.returns is not None}
     assert returns == {1: 0, 2: 1, 3: 2, 4: 3}
+
+
+def test_no_layer_finds_more_than_there_is_room_for():
+    """And no copy has less time than it takes, whatever layers take."""
+    generator, moving = random.Random(0), 0
+    for _ in range(500):
+        kinds = [generator.choice("abc") for _ in range(generator.randint(1, 14))]
+        extra = {kind: generator.randint(1, 5) for kind in generator.sample("abc", generator.randint(1, 3))}
+        copies = {kind: generator.uniform(0.2, 5) for kind in generator.sample(sorted(extra), len(extra))}
+        layers, roles = asked(kinds, room := generator.uniform(0, 30), copies, extra)
+        order, there, copying, least = list(layers), {}, {}, 0.0
+        for layer, kind in layers.items():
+            role = roles.get(layer, Role())
+            if role.leaves is not None:
+                assert role.leaves not in copying
+                del there[role.leaves]
+            for each in copying:
+                copying[each] -= 1
+            if role.choice is not Choice.AGAIN:
+                there[layer] = extra[kind]
+            least = max(least, sum(there.values()))
+            copying = {each: left for each, left in copying.items() if left > 0}
+            if role.choice is Choice.MOVE:
+                assert not copying, "copies run one after the other"
+                copying[layer], moving = copies[kind], moving + 1
+        moved = {layer for layer, role in roles.items() if role.choice is Choice.MOVE}
+        assert not copying
+        assert not moved & set(there)
+        for layer in reversed(order):
+            role = roles.get(layer, Role())
+            if role.returns is not None:
+                assert role.returns in moved
+                there[role.returns] = extra[layers[role.returns]]
+            assert (layer in there) == (role.choice is not Choice.AGAIN)
+            least = max(least, sum(there.values()))
+            there.pop(layer, None)
+        assert not there
+        assert least <= room or not roles
+    assert moving > 200
