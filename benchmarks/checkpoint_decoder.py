@@ -120,6 +120,17 @@ def checkpointed(layer: nn.Module, *given: Tensor) -> Tensor:
     return checkpoint(layer, *given, use_reentrant=False)
 
 
+class Checkpointed(nn.Module):
+    """A layer that checkpoints itself, as those of transformers do."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *given: Tensor) -> Tensor:
+        return checkpointed(self.layer, *given)
+
+
 class Decoder(nn.Module):
     """Layers, checkpointed unless ``run_layer`` says otherwise, and a random projection as the loss: a vocabulary would
     only add time to all rows.

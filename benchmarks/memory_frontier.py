@@ -40,6 +40,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from benchmarks.checkpoint_decoder import (
+    Checkpointed,
     Decoder,
     RunLayer,
     Shape,
@@ -102,11 +103,12 @@ def prepare(row: str) -> tuple[RunLayer, dict[str, Any]]:
         return without_checkpoint, {"backend": "glue"}
     if kind == "offload":
         return checkpointed, {"backend": "glue", "options": {"offload": "checkpoints"}}
-    if kind == "plan":
+    if kind in ("plan", "regions"):
         size, _, how = size.partition("-")
-        run = checkpointed if how == "checkpoints" else without_checkpoint
-        options = {"memory_budget": size, "dump": os.environ["FRONTIER_DUMP"]}
-        return run, {"backend": "glue", "options": options}
+        options = {"memory_budget": size or None, "dump": os.environ["FRONTIER_DUMP"]}
+        if how == "whole":
+            return without_checkpoint, {"backend": "glue", "options": options}
+        return without_checkpoint, {"backend": "glue", "options": {**options, "regions": "auto"}}
     raise ValueError(f"there is no row '{row}'; see --help")
 
 
@@ -159,12 +161,14 @@ class Stepper:
     def __init__(self, row: str, shape: Shape, device: torch.device) -> None:
         torch.manual_seed(0)
         run_layer, settings = prepare(row.removesuffix("-layers"))
-        by_layers = row.endswith("-layers")
+        by_layers, by_regions = row.endswith("-layers"), "regions" in settings.get("options", {})
         if by_layers:
             run_layer = torch.compile(run_layer, fullgraph=True, **settings)
         self.model = Decoder(shape, device, run_layer=run_layer)
+        if by_regions:
+            self.model.layers = nn.ModuleList(Checkpointed(layer) for layer in self.model.layers)
         self.batch = batch_of(shape, device)
-        self.call = self.model if by_layers else torch.compile(self.model, fullgraph=True, **settings)
+        self.call = self.model if by_layers else torch.compile(self.model, fullgraph=not by_regions, **settings)
         self.gradients: list[Tensor | None] = []
 
     def __call__(self) -> float:
