@@ -1,17 +1,20 @@
 """What each call of a model's layers does with what its backward needs, so that a step fits a memory budget.
 
 The last layers keep it, as many as fit: theirs is the first that backward frees. Layers between them and before them
-keep it on the host, so far apart that each copy has ended before the next one starts, and what comes back takes the
-memory of kept layers that backward is through with. All others compute it again.
+keep it on the host, as many as the link has time for, and what comes back takes the memory of kept layers that backward
+is through with. All others compute it again.
 """
 
 from __future__ import annotations
 
 import enum
+import itertools
 import math
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+
+MOST_LEAVING = 3
+"""Layers' values that are on their way to the host at a time."""
 
 
 class Choice(enum.Enum):
@@ -27,7 +30,8 @@ class Role:
     """Of one layer's call in each forward.
 
     Attributes:
-        leaves: the layer whose values have left the device before the call: compute waits for their copy.
+        leaves: the layer whose values, and those that moved before, have left the device before the call: compute waits
+            for their copies.
         returns: the layer whose values come back from the host while backward is in this one.
     """
 
@@ -52,31 +56,44 @@ def roles_of(
     """
     names, kinds = list(layers), list(layers.values())
     sizes = [extra.get(kind, math.inf) for kind in kinds]
-    apart = [max(1, math.ceil(copies[kind])) if kind in copies else len(kinds) for kind in kinds]
-    # A layer that moves where the copy before it ends needs the memory of both.
-    both = [_kept_and_moved(sizes, room, apart, space) for space in (apart, [each + 1 for each in apart])]
-    kept, places = max(both, key=lambda each: len(each[1]))
-    leaves = {at + apart[at] + 1: names[at] for at in places}
-    returns = {place: names[at] for at, place in places.items()}
-    choices = {**dict.fromkeys(kept, Choice.KEEP), **dict.fromkeys(places, Choice.MOVE)}
+    spans = [copies.get(kind, math.inf) for kind in kinds]
+    # The more leave the device at a time, the busier the link, and the more memory they need on their way.
+    plans = [_plan(sizes, spans, room, most) for most in range(1, MOST_LEAVING + 1)]
+    best = max(plans, key=lambda plan: len(plan.kept) + len(plan.moves))
+    leaves = {move.leaves: names[move.layer] for move in best.moves}
+    returns = {move.returns: names[move.layer] for move in best.moves}
+    choices = dict.fromkeys(best.kept, Choice.KEEP) | {move.layer: Choice.MOVE for move in best.moves}
     roles = {
         name: Role(choices.get(at, Choice.AGAIN), leaves.get(at), returns.get(at)) for at, name in enumerate(names)
     }
     return {name: role for name, role in roles.items() if role != Role()}
 
 
-def _kept_and_moved(
-    sizes: Sequence[float], room: float, apart: Sequence[int], space: Sequence[int]
-) -> tuple[list[int], dict[int, int]]:
-    """Layers that keep, and those that move, ``space`` layers apart, with where backward is when they come back."""
-    kept = _last_that_fit(sizes, room, ())
-    moved = _far_apart(apart, space)[: len(sizes) - len(kept)] if kept else []
+@dataclass(frozen=True)
+class _Move:
+    """What a layer keeps leaves the device in front of ``leaves``, and returns while backward is in ``returns``."""
+
+    layer: int
+    leaves: int
+    returns: int
+
+
+@dataclass(frozen=True)
+class _Plan:
+    kept: Sequence[int]
+    moves: Sequence[_Move]
+
+
+def _plan(sizes: Sequence[float], spans: Sequence[float], room: float, most: int) -> _Plan:
+    """With at most ``most`` layers' values on their way to the host at a time."""
+    others = len(sizes) - len(_last_that_fit(sizes, room, ()))
+    leaving = dict(itertools.islice(_leaving(spans, most).items(), others))
     while True:
-        kept = _last_that_fit(sizes, room, moved)
-        places = [place for place in _returns(moved, kept, sizes, apart) if place is not None]
-        if len(places) == len(moved):
-            return kept, dict(zip(moved, places, strict=True))
-        moved.pop()  # the last layers' memory is there for those in front of it
+        kept = _last_that_fit(sizes, room, leaving)
+        moves = _moves(leaving, kept, sizes)
+        if moves is not None:
+            return _Plan(kept, moves)
+        leaving.popitem()  # the last layers' memory is there for those in front of it
 
 
 def _last_that_fit(sizes: Sequence[float], room: float, others: Collection[int]) -> list[int]:
@@ -91,25 +108,24 @@ def _last_that_fit(sizes: Sequence[float], room: float, others: Collection[int])
     return found
 
 
-def _far_apart(apart: Sequence[int], space: Sequence[int]) -> list[int]:
-    """Layers that move: no copy starts before the one before has ended, and the last one ends in forward.
-
-    A copy starts behind its layer, and so has ended behind the ``apart`` layers that follow.
-    """
-    found, free_at = [], 0
-    for at, layers in enumerate(apart):
-        if at >= free_at and at + layers + 1 < len(apart):
-            found.append(at)
-            free_at = at + space[at]
+def _leaving(spans: Sequence[float], most: int) -> dict[int, int]:
+    """Layers that move → the first one behind the end of their copy: one after the other, each behind its layer."""
+    found: dict[int, int] = {}
+    link_is_free = 0.0
+    for at, span in enumerate(spans):
+        starts = max(at + 1, link_is_free)
+        waits_less_than_a_layer = starts < at + 2
+        others = sum(leaves > at for leaves in found.values())
+        if waits_less_than_a_layer and others < most and starts + span <= len(spans) - 1:
+            link_is_free = starts + span
+            found[at] = math.ceil(link_is_free)
     return found
 
 
-def _returns(
-    moved: Sequence[int], kept: Collection[int], sizes: Sequence[float], apart: Sequence[int]
-) -> list[int | None]:
-    """Where backward is when each moved layer's values start to come back: as early as there is memory for them.
+def _moves(leaving: Mapping[int, int], kept: Collection[int], sizes: Sequence[float]) -> list[_Move] | None:
+    """With where backward is when each layer's values start to come back: as early as there is memory for them.
 
-    None: there is none, or none for what the layers called behind it keep while its values leave.
+    None: there is none, or none for what is on its way while layers are called that keep.
     """
 
     def freed(since: int) -> float:
@@ -117,11 +133,13 @@ def _returns(
 
     def place(at: int, behind: int) -> int | None:
         """``behind``: the moved layer behind it, whose values are back before."""
-        ends = at + apart[at]
-        if freed(ends + 1) < sizes[at] + (sizes[ends] if ends in moved else 0.0):
-            return None
         if behind == at + 1:  # they are still there
             return behind if freed(behind + 1) >= sizes[at] + sizes[behind] else None
         return next((place for place in reversed(range(at + 1, behind)) if freed(place + 1) >= sizes[at]), None)
 
-    return [place(*pair) for pair in pairwise([*moved, len(sizes)])]
+    for called in range(len(sizes)):
+        if sum(sizes[at] for at, leaves in leaving.items() if at <= called < leaves) > freed(called + 1):
+            return None
+    returns = [place(at, behind) for at, behind in itertools.pairwise([*leaving, len(sizes)])]
+    found = [_Move(*move, back) for move, back in zip(leaving.items(), returns, strict=True) if back is not None]
+    return found if len(found) == len(leaving) else None

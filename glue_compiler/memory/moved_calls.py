@@ -13,7 +13,7 @@ from torch import Tensor
 from glue_compiler.compat import storages
 from glue_compiler.fx.values import keeps_layout
 from glue_compiler.memory.layer_roles import Choice, Role
-from glue_compiler.memory.offload_context import BUFFERS, KeptValue, SavedInput
+from glue_compiler.memory.offload_context import KeptValue, SavedInput
 from glue_compiler.ops.copy_engine import CopyEngine, engine
 
 LEAST_BYTES = 2**20
@@ -71,11 +71,10 @@ class Mover:
     def run(self, call: Callable[..., Any], inputs: Sequence[Any], layer: int, role: Role) -> Any:
         """``call(*inputs)`` of ``layer``; what was moved before leaves when ``role`` says so at the latest."""
         moves = role.choice is Choice.MOVE
-        while self._leaving:
-            waits = self._leaving[0][0] == role.leaves or (moves and len(self._leaving) == BUFFERS)
-            if not self._leaving[0][1].leave(at_once=waits):
-                break
-            self._leaving.popleft()
+        waits = any(each == role.leaves for each, _ in self._leaving)
+        while self._leaving and self._leaving[0][1].leave(at_once=waits):
+            left, _ = self._leaving.popleft()
+            waits &= left != role.leaves
         if not moves:
             results = call(*inputs)
         else:
