@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from glue_compiler.compat import inplace_buffers
 from glue_compiler.compat.parts import ANY, Feature, Uses
 from glue_compiler.compat.symbols import unbacked_symbols
 from glue_compiler.compat.versions import torch_version
@@ -113,7 +114,7 @@ def compile_with_inductor(
 
     def compile_one(graph: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         try:
-            with _sizes_of_reductions(graph):
+            with _sizes_of_reductions(graph), inplace_buffers.reused():
                 return compile_fx_inner(graph, inputs, **kwargs)
         except Exception as error:
             if not is_captured or not kwargs.get("is_backward", False) or not _depends_on_data(graph):

@@ -258,7 +258,10 @@ def test_no_memory_for_a_layer_that_keeps(planned):
 @pytest.mark.gpu
 @pytest.mark.parametrize("keep", [0, 2, 6])
 def test_steps_on_a_device_fit_the_budget(keep):
-    """The budget is what a step takes that computes all again, and what ``keep`` layers keep, as the plan tells it."""
+    """The budget is what a step takes that computes all again, and what ``keep`` layers keep, as the plan tells it.
+
+    More may fit: a layer that keeps computes nothing again, which takes memory too.
+    """
     layers = [Checkpointed(i, width=256) for i in range(6)]
     x = torch.randn(8, 1024, 256, device="cuda")
 
@@ -292,4 +295,5 @@ def test_steps_on_a_device_fit_the_budget(keep):
     each = float(kept[1]) / 6 * 2**20
     found, told = peak(memory_budget=int((least + keep * each) / SHARE) + 2**21)
     assert found <= (least + keep * each) / SHARE + 2**21
-    assert told[-1].startswith(f"{keep} of 6 layers keep") if told else keep == 0, told
+    kept = int(re.match(r"(\d) of 6 layers keep", told[-1])[1]) if told else 0
+    assert keep <= kept <= 6, told

@@ -1,0 +1,91 @@
+"""Inductor's kernels write results over inputs that end in them: each over one, where torch has one in a kernel do so.
+
+A backward of a gated MLP with adapters reads six values of the MLP's width in one kernel, and writes three to five:
+while it runs, all of them are there, and that is the peak of a checkpointed step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from glue_compiler.compat.parts import ANY, Feature, Uses
+
+REUSE = Feature(
+    "reuse of memory within kernels",
+    {
+        "torch._inductor.scheduler:BaseSchedulerNode.decide_inplace_update": Uses(
+            ("self",), ("completed_operations", "can_reuse", "inplace_update_buffers")
+        ),
+        "torch._inductor.codegen.wrapper:PythonWrapperCodegen.can_reuse": Uses(
+            ("self", "input_buffer"), ("never_reuse_buffers",)
+        ),
+        "torch._inductor.scheduler:Scheduler.get_fused_node": Uses(("self", "node")),
+        "torch._inductor.virtualized:V": ANY,
+    },
+)
+"""Without it, peaks are as torch has them."""
+
+_active = threading.local()
+
+
+@contextlib.contextmanager
+def reused() -> Iterator[None]:
+    """In here, a kernel without reductions writes as many results as it can over inputs that nobody reads behind it."""
+    if REUSE.is_available():
+        _install()
+    before, _active.value = getattr(_active, "value", False), True
+    try:
+        yield
+    finally:
+        _active.value = before
+
+
+@functools.cache
+def _install() -> None:
+    from torch._inductor.scheduler import BaseSchedulerNode
+
+    original = BaseSchedulerNode.decide_inplace_update
+
+    def decide_inplace_update(node: Any) -> None:
+        original(node)
+        if getattr(_active, "value", False):
+            _decide_again(node, original)
+
+    BaseSchedulerNode.decide_inplace_update = decide_inplace_update  # type: ignore[method-assign]
+
+
+def _decide_again(node: Any, decide: Any) -> None:
+    """Torch counts what else reads an input in the same kernel, though all of a kernel's reads of a place come before
+    its writes, unless it has loops over a reduction. It checks that all are of one place."""
+    from torch._inductor.virtualized import V
+
+    decided = getattr(V.kernel, "inplace_update_buffers", None)
+    scheduler = node.scheduler
+    if decided is None or node.get_first_name() not in scheduler.name_to_fused_node:
+        return
+    together = scheduler.get_fused_node(node).get_nodes()
+    if len(together) == 1 or any(each.is_reduction() or each.is_template() for each in together):
+        return
+    if any(result.get_name() in decided for result in node.get_outputs()):
+        return
+    own = {result.get_name() for each in together for result in each.get_outputs()}
+    others = {each.get_name() for each in together if each is not node}
+    with (
+        _added(scheduler.completed_operations, others),
+        _added(V.graph.never_reuse_buffers, own | set(decided.values())),
+    ):
+        decide(node)
+
+
+@contextlib.contextmanager
+def _added(names: Any, more: set[str]) -> Iterator[None]:
+    added = more - set(names)
+    names.update(added)
+    try:
+        yield
+    finally:
+        names.difference_update(added)
