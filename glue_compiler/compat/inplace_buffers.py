@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from glue_compiler.compat.parts import ANY, Feature, Uses
@@ -51,34 +51,39 @@ def _install() -> None:
     original = BaseSchedulerNode.decide_inplace_update
 
     def decide_inplace_update(node: Any) -> None:
-        original(node)
         if getattr(_active, "value", False):
-            _decide_again(node, original)
+            _decide(node, original)
+        else:
+            original(node)
 
     BaseSchedulerNode.decide_inplace_update = decide_inplace_update  # type: ignore[method-assign]
 
 
-def _decide_again(node: Any, decide: Any) -> None:
+def _decide(node: Any, decide: Callable[[Any], None]) -> None:
     """Torch counts what else reads an input in the same kernel, though all of a kernel's reads of a place come before
     its writes, unless it has loops over a reduction. It checks that all are of one place."""
     from torch._inductor.virtualized import V
 
-    decided = getattr(V.kernel, "inplace_update_buffers", None)
-    scheduler = node.scheduler
-    if decided is None or node.get_first_name() not in scheduler.name_to_fused_node:
-        return
-    together = scheduler.get_fused_node(node).get_nodes()
-    if len(together) == 1 or any(each.is_reduction() or each.is_template() for each in together):
-        return
-    if any(result.get_name() in decided for result in node.get_outputs()):
+    decided = getattr(V.kernel, "inplace_update_buffers", {})
+    kept = V.graph.never_reuse_buffers
+    with _added(kept, set(decided.values())):
+        decide(node)
+    together = _in_one_kernel(node)
+    if len(together) == 1 or any(result.get_name() in decided for result in node.get_outputs()):
         return
     own = {result.get_name() for each in together for result in each.get_outputs()}
     others = {each.get_name() for each in together if each is not node}
-    with (
-        _added(scheduler.completed_operations, others),
-        _added(V.graph.never_reuse_buffers, own | set(decided.values())),
-    ):
+    with _added(node.scheduler.completed_operations, others), _added(kept, own | set(decided.values())):
         decide(node)
+
+
+def _in_one_kernel(node: Any) -> Sequence[Any]:
+    """All that is computed beside ``node``, or itself where that has loops over a reduction."""
+    scheduler = node.scheduler
+    if node.get_first_name() not in scheduler.name_to_fused_node:
+        return [node]
+    found = scheduler.get_fused_node(node).get_nodes()
+    return [node] if any(each.is_reduction() or each.is_template() for each in found) else found
 
 
 @contextlib.contextmanager

@@ -3,10 +3,12 @@
 import random
 import re
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch._inductor.utils import run_and_get_code
+from torch._inductor.virtualized import V
 
 from glue_compiler.compat import inplace_buffers
 from glue_compiler.compat.inplace_buffers import reused
@@ -28,6 +30,13 @@ def two_share_one(a):
     """One input, two results: one of them needs memory of its own."""
     (x,) = products(a, 1)
     return (x.sin() @ a) @ (x.cos() @ a)
+
+
+def one_follows_the_other(a):
+    """The last reader of an input that a result before it lies over already."""
+    (x,) = products(a, 1)
+    first = x.sin()
+    return (first @ a) @ ((first * x.cos()) @ a)
 
 
 def read_behind(a):
@@ -76,6 +85,7 @@ def without_caches():
     [
         (three_of_three, 3),
         pytest.param(two_share_one, 1, marks=pytest.mark.slow),
+        (one_follows_the_other, 0),
         (read_behind, 1),
         pytest.param(read_transposed, 1, marks=pytest.mark.slow),
         (returned, 1),
@@ -89,6 +99,18 @@ def test_results_lie_over_what_ends_in_their_kernel(function, more):
     with reused():
         found, _ = overwritten(function, a)
     assert found - without == more
+
+
+def test_an_input_is_taken_once():
+    """Also by what torch would have take it, being its last reader."""
+    kernel, graph = SimpleNamespace(inplace_update_buffers={"result": "input"}), SimpleNamespace()
+    graph.never_reuse_buffers = {"constant"}
+    node = SimpleNamespace(get_first_name=lambda: "node", scheduler=SimpleNamespace(name_to_fused_node={}))
+    seen = []
+    with V.set_kernel_handler(kernel), V.set_graph_handler(graph):
+        inplace_buffers._decide(node, lambda _: seen.append(set(graph.never_reuse_buffers)))
+    assert seen == [{"constant", "input"}]
+    assert graph.never_reuse_buffers == {"constant"}
 
 
 def test_other_threads_are_left_alone():
