@@ -48,7 +48,8 @@ def reused() -> Iterator[None]:
 def _install() -> None:
     from torch._inductor.scheduler import BaseSchedulerNode
 
-    original = BaseSchedulerNode.decide_inplace_update
+    scheduled: Any = BaseSchedulerNode
+    original = scheduled.decide_inplace_update
 
     def decide_inplace_update(node: Any) -> None:
         if getattr(_active, "value", False):
@@ -56,7 +57,7 @@ def _install() -> None:
         else:
             original(node)
 
-    BaseSchedulerNode.decide_inplace_update = decide_inplace_update  # type: ignore[method-assign]
+    scheduled.decide_inplace_update = decide_inplace_update
 
 
 def _decide(node: Any, decide: Callable[[Any], None]) -> None:
