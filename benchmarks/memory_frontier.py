@@ -2,15 +2,15 @@
 
     python -m benchmarks.memory_frontier                            # Qwen3-8B's width, 16 layers, 2 x 8192 tokens
     python -m benchmarks.memory_frontier --rows keep,plan-24GiB,plan-16GiB,checkpoints --svg docs/memory_frontier.svg
-    python -m benchmarks.memory_frontier --shape tiny --tokens 256 --rows keep,plan-30MiB   # to test the code, on a CPU
+    python -m benchmarks.memory_frontier --shape tiny --tokens 256 --rows keep,plan-30MiB-whole  # a test, on a CPU
 
 Rows: ``keep`` (glue, nothing is recomputed but what its compiler fuses), ``inductor`` (the same without glue),
 ``knapsack-S`` (Inductor with ``activation_memory_budget=S``), ``checkpoints`` (each layer is checkpointed), ``policy``
-(the same, attention's results saved by a selective policy), ``offload`` (glue, ``offload="checkpoints"``), ``plan-B``
-(glue, no checkpoints, ``memory_budget=B``), ``plan-B-checkpoints`` (the same on a checkpointed model). All but
-``knapsack``, ``inductor``, ``checkpoints`` and ``policy`` run glue; with ``-unshared`` at its end such a row compiles
-each of equal layers. With ``-layers`` at its end a row compiles layers one by one (``torch.compile`` of each), and what
-is around them is eager.
+(the same, attention's results saved by a selective policy), ``offload`` (glue, ``offload="checkpoints"``), ``regions``
+(glue, layers that checkpoint themselves, ``regions="auto"``), ``plan-B`` (the same within ``memory_budget=B``),
+``plan-B-whole`` (no checkpoints, one graph within that budget). All but ``knapsack``, ``inductor``, ``checkpoints`` and
+``policy`` run glue; with ``-unshared`` at its end such a row compiles each of equal layers. With ``-layers`` at its end a
+row compiles layers one by one (``torch.compile`` of each), and what is around them is eager.
 
 The model has random frozen weights; LoRA adapters of rank 16 on the query and value projections train, without an
 optimiser. All rows compile side by side, each in a process of its own, and take memory at the same time; they are timed
@@ -53,7 +53,7 @@ from benchmarks.frontier_svg import Dot, draw
 from benchmarks.planned import GIB, planned
 from glue_compiler.errors import GlueWarning
 
-DEFAULT_ROWS = "keep,plan-24GiB,plan-16GiB,plan-11.2GiB,knapsack-0.5,knapsack-0.2,checkpoints,policy,offload"
+DEFAULT_ROWS = "keep,regions,plan-24GiB,plan-16GiB,plan-11.2GiB,knapsack-0.5,knapsack-0.2,checkpoints,policy,offload"
 WARM_UP = 5
 """Steps behind the first one that are not timed: plans are made again by then."""
 COLUMNS = (

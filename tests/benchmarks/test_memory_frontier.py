@@ -10,7 +10,7 @@ from benchmarks.memory_frontier import Stepper, prepare
 
 def test_rows_of_glue_can_be_unshared(monkeypatch):
     monkeypatch.setenv("FRONTIER_DUMP", "folder")
-    for row in ("keep", "offload", "plan-24GiB", "plan-24GiB-checkpoints"):
+    for row in ("keep", "offload", "plan-24GiB", "plan-24GiB-whole"):
         run, settings = prepare(row)
         unshared_run, unshared = prepare(f"{row}-unshared")
         options = {**settings.get("options", {}), "passes": {"share_layers": False}}
@@ -21,6 +21,15 @@ def test_rows_of_glue_can_be_unshared(monkeypatch):
 def test_other_rows_are_refused(row):
     with pytest.raises(ValueError, match=row):
         prepare(row)
+
+
+def test_plans_are_of_regions_or_whole(monkeypatch):
+    monkeypatch.setenv("FRONTIER_DUMP", "folder")
+    options = prepare("regions")[1]["options"]
+    assert options["regions"] == "auto"
+    assert options["memory_budget"] is None
+    assert prepare("plan-24GiB")[1]["options"] == {**options, "memory_budget": "24GiB"}
+    assert "regions" not in prepare("plan-24GiB-whole")[1]["options"]
 
 
 @pytest.mark.parametrize(("row", "compiled"), [("inductor", "model"), ("inductor-layers", "layer")])
