@@ -8,9 +8,9 @@ Rows: ``keep`` (glue, nothing is recomputed but what its compiler fuses), ``indu
 ``knapsack-S`` (Inductor with ``activation_memory_budget=S``), ``checkpoints`` (each layer is checkpointed), ``policy``
 (the same, attention's results saved by a selective policy), ``offload`` (glue, ``offload="checkpoints"``), ``regions``
 (glue, layers that checkpoint themselves, ``regions="auto"``), ``plan-B`` (the same within ``memory_budget=B``),
-``plan-B-whole`` (no checkpoints, one graph within that budget). All but ``knapsack``, ``inductor``, ``checkpoints`` and
-``policy`` run glue; with ``-unshared`` at its end such a row compiles each of equal layers. With ``-layers`` at its end a
-row compiles layers one by one (``torch.compile`` of each), and what is around them is eager.
+``plan-B-whole`` (no checkpoints, one graph within that budget). All but ``knapsack``, ``inductor``, ``checkpoints``
+and ``policy`` run glue; with ``-unshared`` at its end such a row compiles each of equal layers. With ``-layers`` at its
+end a row compiles layers one by one (``torch.compile`` of each), and what is around them is eager.
 
 The model has random frozen weights; LoRA adapters of rank 16 on the query and value projections train, without an
 optimiser. All rows compile side by side, each in a process of its own, and take memory at the same time; they are timed
