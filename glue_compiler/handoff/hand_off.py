@@ -48,7 +48,8 @@ def hand_off(
     }
     if edit_pair is not None:
         patches |= partition.partition_patch(passes_uuid, edit_pair, options.inductor)
-    return inductor.compile_with_inductor(gm, inputs, patches)
+    # A plan of a whole graph predicts the peak of what torch itself would generate.
+    return inductor.compile_with_inductor(gm, inputs, patches, reuses_inputs=options.memory_budget is None)
 
 
 def _call_kernels(graph: fx.Graph) -> None:
