@@ -15,7 +15,7 @@ from torch import fx
 from glue_compiler.capture.traced_writes import TracedWrites
 from glue_compiler.compat import dynamo_tracing, symbols
 from glue_compiler.fx.bodies import CHECKPOINT, is_higher_order
-from glue_compiler.fx.values import StorageKey, storages_of, unbacked_in, value_of
+from glue_compiler.fx.values import StorageKey, is_call, storages_of, unbacked_in, value_of, values_of
 
 
 class CheckpointWrites(dynamo_tracing.TracingObserver):
@@ -44,12 +44,12 @@ class CheckpointWrites(dynamo_tracing.TracingObserver):
             self._depends = self._depends or any(map(_makes_sizes, self._waiting))
             if self._depends:
                 self._look()
-        if node.op.startswith("call_") and CHECKPOINT in bodies_of:
+        if is_call(node) and CHECKPOINT in bodies_of:
             self._waiting.append(node)
 
     def _look(self) -> None:
         operands = {operand for node in self._waiting for operand in node.all_input_nodes}
-        self._given |= storages_of([value_of(each) for each in operands if not each.op.startswith("call_")])
+        self._given |= storages_of([value_of(each) for each in operands if not is_call(each)])
         found = next((node for node in self._waiting if not self._given.isdisjoint(self._written(node))), None)
         if found is not None:
             self.repeated = f"'{found.name}' writes in a checkpointed body that depends on data"
@@ -62,5 +62,5 @@ class CheckpointWrites(dynamo_tracing.TracingObserver):
 
 
 def _makes_sizes(node: fx.Node) -> bool:
-    given = unbacked_in([value_of(operand) for operand in node.all_input_nodes])
+    given = unbacked_in(values_of(node.all_input_nodes))
     return not set(unbacked_in(value_of(node))) <= set(given)

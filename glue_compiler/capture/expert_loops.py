@@ -30,7 +30,7 @@ from glue_compiler.capture.regions import (
 )
 from glue_compiler.capture.row_conditions import row_condition
 from glue_compiler.compat import dynamo_frames, dynamo_tracing, harmless_values, known_index
-from glue_compiler.fx.values import value_of
+from glue_compiler.fx.values import is_call, value_of
 
 MOST_EXPERTS = 2048
 """Loops over more are left to Dynamo: each iteration is traced."""
@@ -162,7 +162,7 @@ class SpeculativeRegions(dynamo_tracing.TracingObserver):
             region.created.append(token)
 
     def made(self, node: fx.Node, frame: Any, bodies_of: Sequence[Any], misuses_index: bool) -> None:
-        if not node.op.startswith("call_"):  # an input that the code is the first to read is no part of it
+        if not is_call(node):  # an input that the code is the first to read is no part of it
             return
         if node.target in _CAT:
             self._note_joined(node)

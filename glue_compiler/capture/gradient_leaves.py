@@ -28,7 +28,7 @@ from glue_compiler.fx import bodies
 from glue_compiler.fx.effects import EffectAnalysis, Kind
 from glue_compiler.fx.reachable import reachable
 from glue_compiler.fx.records import Made
-from glue_compiler.fx.values import has_value, is_plain, storage_of, storages_of, tensors_in, value_of
+from glue_compiler.fx.values import has_value, is_call, is_plain, storage_of, storages_of, tensors_in, value_of
 
 LEAF = "glue_gradient_leaf"
 """Key in ``node.meta`` of a tensor that asks for a gradient in eager code, and not in the graph."""
@@ -105,7 +105,7 @@ def _changed_in(gm: fx.GraphModule, changed: dict[fx.Node, Any], effects: Effect
             raise GlueGradientLeafError(f"'{node.name}' may ask for gradients after requires_grad_()")
         if LEAF in node.meta:
             changed[node] = value_of(node).detach()
-        elif node.op.startswith("call_") and not changed.keys().isdisjoint(node.all_input_nodes):
+        elif is_call(node) and not changed.keys().isdisjoint(node.all_input_nodes):
             if _asks_by_what_is_wanted(gm, node, changed, effects):
                 raise GlueGradientLeafError(f"'{node.name}' is no operator of torch's, and runs after requires_grad_()")
             if found.writes:  # the record of what is written to is the one that it has last

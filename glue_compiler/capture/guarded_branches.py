@@ -17,7 +17,7 @@ from torch import fx
 from glue_compiler.capture.input_functions import Limits, input_function
 from glue_compiler.capture.traced_writes import TracedWrites
 from glue_compiler.compat import branch_guards, dynamo_frames, dynamo_tracing
-from glue_compiler.fx.values import Symbolic, value_of
+from glue_compiler.fx.values import Symbolic, makes_tensor, value_of
 
 MOST_GUARDS = 2
 """Conditions of one graph that become guards: each doubles the variants that a frame may be compiled to."""
@@ -62,4 +62,4 @@ def _is_one_boolean(node: fx.Node) -> bool:
     while isinstance(value_of(node), Symbolic) and node.op == "call_function" and len(node.all_input_nodes) == 1:
         node = node.all_input_nodes[0]
     read = node.args[0] if node.target == "item" else None
-    return isinstance(read, fx.Node) and isinstance(value_of(read), torch.Tensor) and value_of(read).dtype == torch.bool
+    return isinstance(read, fx.Node) and makes_tensor(read) and value_of(read).dtype == torch.bool

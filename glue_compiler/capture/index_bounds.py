@@ -12,13 +12,12 @@ from torch import fx
 from glue_compiler.compat.symbols import unbacked_symbols
 from glue_compiler.fx.bodies import is_higher_order
 from glue_compiler.fx.records import CallRecord, Meta
-from glue_compiler.fx.values import expression, tensors_in, unbacked_in, value_of
+from glue_compiler.fx.values import expression, is_call, tensors_in, unbacked_in, values_of
 
 
 def may_select(node: fx.Node) -> bool:
     """Is it worth a look: a call with a number that data decides, and a tensor? Of bodies each node is looked at."""
-    is_call = node.op.startswith("call_") and not is_higher_order(node)
-    values = [value_of(arg) for arg in node.all_input_nodes] if is_call else []
+    values = values_of(node.all_input_nodes) if is_call(node) and not is_higher_order(node) else []
     numbers = [value for value in values if isinstance(value, torch.SymInt)]
     return bool(unbacked_in(numbers)) and bool(tensors_in(values))
 
@@ -27,7 +26,7 @@ def assert_indices(node: fx.Node, record: CallRecord | None) -> str | None:
     """Has assertions put in front of ``node``, of which ``record`` says what it does; or says why none can be."""
     if record is None:
         return f"it is not known what '{node.name}' selects"
-    values = [value_of(arg) for arg in node.all_input_nodes]
+    values = values_of(node.all_input_nodes)
     given = tensors_in(values)
     symbolic = (*values, *(size for tensor in given for size in tensor.shape))
     numbers = {expression(value): value for value in symbolic if isinstance(value, torch.SymInt)}

@@ -19,7 +19,7 @@ from glue_compiler.errors import GlueSizeError
 from glue_compiler.fx import bodies
 from glue_compiler.fx.effects import EffectAnalysis
 from glue_compiler.fx.records import CallRecord, Given, Meta
-from glue_compiler.fx.values import tensors_in, unbacked_in, value_of
+from glue_compiler.fx.values import is_call, tensors_in, unbacked_in, values_of
 
 aten = torch.ops.aten
 ASSUMES_ROWS = "glue_assumes_rows"
@@ -29,11 +29,11 @@ _WRITES = {aten.index_put, aten.index_put_, aten._unsafe_index_put, aten._index_
 
 def may_write_at_indices(node: fx.Node) -> bool:
     """Is it worth a look: does it take a place, something to index with, and a size that depends on data?"""
-    if not node.op.startswith("call_"):
+    if not is_call(node):
         return False
     given: list[fx.Node] = []
     fx.map_arg((node.args, node.kwargs), given.append)  # one node may be several of these
-    tensors = tensors_in([value_of(arg) for arg in given])
+    tensors = tensors_in(values_of(given))
     may_index = any(t.dim() and not t.is_floating_point() for t in tensors)
     return len(tensors) > 1 and may_index and bool(unbacked_in(tensors))
 
@@ -53,7 +53,7 @@ def assumed_of(node: fx.Node, record: CallRecord | None) -> Iterator[Any]:
     """Equations that ``node``, of which ``record`` says what it does, takes for granted."""
     if record is None:
         return
-    given = tensors_in([value_of(arg) for arg in node.all_input_nodes])
+    given = tensors_in(values_of(node.all_input_nodes))
     for operator in record.operators:
         if operator.overload.overloadpacket not in _WRITES:
             continue

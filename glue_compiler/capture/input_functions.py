@@ -18,7 +18,17 @@ from glue_compiler.compat import branch_guards, size_assertions
 from glue_compiler.compat.symbols import fake_mode_of, unbacked_symbols
 from glue_compiler.fx.bodies import is_higher_order
 from glue_compiler.fx.effects import EffectAnalysis, Kind
-from glue_compiler.fx.values import expression, is_plain, storages_of, tensors_in, unbacked_in, value_of
+from glue_compiler.fx.values import (
+    expression,
+    is_call,
+    is_plain,
+    makes_tensor,
+    storages_of,
+    tensors_in,
+    unbacked_in,
+    value_of,
+    values_of,
+)
 
 _INTEGERS = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 
@@ -86,7 +96,7 @@ def input_function(
     if operators is None:
         return None
     operands = {_origin(frame, operand) for each in operators for operand in each.all_input_nodes} - set(operators)
-    tensors = [operand for operand in operands if isinstance(value_of(operand), torch.Tensor)]
+    tensors = [operand for operand in operands if makes_tensor(operand)]
     sized = operands - set(tensors)
     if len(tensors) > 1 or not _is_as_passed(frame, writes):
         return None
@@ -132,10 +142,10 @@ def _operators_behind(
         if node in seen or node.op == "placeholder" or _is_size(node):
             continue
         seen.add(node)
-        if not node.op.startswith("call_") or node.op == "call_module" or is_higher_order(node):
+        if not is_call(node) or node.op == "call_module" or is_higher_order(node):
             return None
         if effects is None:
-            effects = EffectAnalysis(fake_mode_of(tensors_in([value_of(node), *map(value_of, node.all_input_nodes)])))
+            effects = EffectAnalysis(fake_mode_of(tensors_in(values_of((node, *node.all_input_nodes)))))
         found = effects.of(None, node)  # of integers, which no autocast changes
         tensors = tensors_in(value_of(node))
         if found.kind is not Kind.PURE or writes.may_have_written(storages_of(tensors)):
@@ -157,14 +167,14 @@ def _is_size(node: fx.Node) -> bool:
 
 def _is_as_passed(frame: Any, writes: TracedWrites) -> bool:
     """No integer input has been written yet: the guard sees inputs as they come, and any of them may share memory."""
-    tensors = tensors_in([value_of(node) for node in branch_guards.inputs_of(frame)])
+    tensors = tensors_in(values_of(branch_guards.inputs_of(frame)))
     return not writes.may_have_written(storages_of([tensor for tensor in tensors if tensor.dtype in _INTEGERS]))
 
 
 def _size_of(anchor: fx.Node, symbol: fx.Node) -> int | None:
     """The dimension of ``anchor`` whose size ``symbol`` is."""
     value = value_of(symbol)
-    if not isinstance(value, torch.SymInt) or not isinstance(value_of(anchor), torch.Tensor):
+    if not isinstance(value, torch.SymInt) or not makes_tensor(anchor):
         return None
     sizes = [expression(size) for size in value_of(anchor).shape]
     return sizes.index(expression(value)) if expression(value) in sizes else None

@@ -34,7 +34,7 @@ from glue_compiler.capture.traced_writes import TracedWrites
 from glue_compiler.compat import branch_guards, dynamo_frames, dynamo_tracing, size_assertions, symbols
 from glue_compiler.fx.bodies import is_higher_order
 from glue_compiler.fx.effects import Kind
-from glue_compiler.fx.values import storages_of, tensors_in, unbacked_in, value_of
+from glue_compiler.fx.values import is_call, storages_of, tensors_in, unbacked_in, value_of, values_of
 
 LIMITS = Limits(operators=128, data_dependent=True)
 
@@ -62,7 +62,7 @@ class SizeAssumptions(dynamo_tracing.TracingObserver):
     def made(self, node: fx.Node, frame: Any, bodies_of: Sequence[Any], misuses_index: bool) -> None:
         """Compiled code raises when the graph runs, or not at all, where eager code goes on in a handler."""
         self._nodes.append(node)
-        if node.op.startswith("call_") and unbacked_in([value_of(arg) for arg in node.all_input_nodes]):
+        if is_call(node) and unbacked_in(values_of(node.all_input_nodes)):
             self._dependent.append(node)
             if dynamo_frames.may_catch(frame):
                 self.unguarded = f"'{node.name}' takes what depends on data, and its exceptions are caught"
@@ -174,7 +174,7 @@ def _read_from(frame: Any, symbols: Iterable[Any], writes: TracedWrites) -> froz
     found: set[Any] = set()
     for symbol in symbols:
         place = _definition(size_assertions.nodes_so_far(frame), symbol)
-        of = [] if place is None else unbacked_in([value_of(arg) for arg in place[0].all_input_nodes])
+        of = [] if place is None else unbacked_in(values_of(place[0].all_input_nodes))
         if place is None:
             found.add(symbol)
         elif of and symbol not in of and not writes.effects_of(place[0]).syncs:
@@ -186,10 +186,10 @@ def _read_from(frame: Any, symbols: Iterable[Any], writes: TracedWrites) -> froz
 
 def _computation(node: fx.Node, writes: TracedWrites) -> Any:
     """Equal for nodes that compute the same integers from the same memory; ``node`` if that cannot be said of it."""
-    operands = [value_of(arg) for arg in node.all_input_nodes]
-    is_call = node.op.startswith("call_") and not is_higher_order(node)
+    operands = values_of(node.all_input_nodes)
+    is_looked_into = is_call(node) and not is_higher_order(node)
     # Floats may be computed in other modes of autocast.
-    if not is_call or any(tensor.is_floating_point() for tensor in tensors_in(value_of(node))):
+    if not is_looked_into or any(tensor.is_floating_point() for tensor in tensors_in(value_of(node))):
         return node
     if writes.effects_of(node).kind is not Kind.PURE or writes.may_have_written(storages_of(operands)):
         return node
@@ -209,7 +209,7 @@ def _computation(node: fx.Node, writes: TracedWrites) -> Any:
 def _definition(nodes: Iterable[fx.Node], symbol: Any) -> tuple[fx.Node, int] | None:
     """The operator that first knows a size, and where in its result."""
     for node in nodes:
-        place = size_assertions.place_of(symbol, value_of(node)) if node.op.startswith("call_") else None
+        place = size_assertions.place_of(symbol, value_of(node)) if is_call(node) else None
         if place is not None:
             return node, place
     return None

@@ -15,7 +15,7 @@ from glue_compiler.compat import dynamo_tracing, symbols
 from glue_compiler.fx.bodies import is_higher_order
 from glue_compiler.fx.effects import EffectAnalysis, Effects, Kind, is_known_function
 from glue_compiler.fx.records import CallRecord
-from glue_compiler.fx.values import StorageKey, tensors_in, value_of
+from glue_compiler.fx.values import StorageKey, is_call, tensors_in, values_of
 
 
 class TracedWrites(dynamo_tracing.TracingObserver):
@@ -32,7 +32,7 @@ class TracedWrites(dynamo_tracing.TracingObserver):
         """By fake mode."""
 
     def made(self, node: fx.Node, frame: Any, bodies_of: Sequence[Any], misuses_index: bool) -> None:
-        if node.op.startswith("call_"):
+        if is_call(node):
             self._waiting.append(node)
 
     def may_have_written(self, storages: Iterable[StorageKey]) -> bool:
@@ -50,11 +50,11 @@ class TracedWrites(dynamo_tracing.TracingObserver):
         return self._analysis_for(node).record_of(None, node)
 
     def _analysis_for(self, node: fx.Node) -> EffectAnalysis:
-        mode = symbols.fake_mode_of(tensors_in([value_of(each) for each in (node, *node.all_input_nodes)]))
+        mode = symbols.fake_mode_of(tensors_in(values_of((node, *node.all_input_nodes))))
         return self._effects.setdefault(id(mode), EffectAnalysis(mode))
 
     def _look_at(self, node: fx.Node) -> None:
-        tensors = tensors_in([value_of(each) for each in (node, *node.all_input_nodes)])
+        tensors = tensors_in(values_of((node, *node.all_input_nodes)))
         if is_higher_order(node):
             if any(arg.op == "get_attr" for arg in node.all_input_nodes):
                 return  # the nodes of its body were noted by themselves

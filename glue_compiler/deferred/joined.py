@@ -9,6 +9,7 @@ from torch import fx
 from torch.fx.proxy import GraphAppendingTracer
 
 from glue_compiler.fx.copying import copy_graph
+from glue_compiler.fx.values import inputs_of
 
 if TYPE_CHECKING:
     from glue_compiler.deferred.outputs import DeferredOutput, Operand
@@ -23,7 +24,7 @@ def join_deferred(gm: fx.GraphModule, deferred: Sequence[DeferredOutput]) -> fx.
         return gm
     graph, _ = copy_graph(gm.graph)
     output = graph.output_node()
-    inputs: Any = graph.find_nodes(op="placeholder")
+    inputs: Any = inputs_of(graph)
     outputs: Any = output.args[0]
     tracer = GraphAppendingTracer(graph)
     results = list(outputs[: deferred[0].keeps])

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from glue_compiler.fx.values import inputs_of, is_call
+
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 """What Dynamo makes of a checkpoint."""
 
@@ -38,7 +40,7 @@ class BodyCall:
 
     @property
     def placeholders(self) -> list[fx.Node]:
-        return self.body.graph.find_nodes(op="placeholder")
+        return inputs_of(self.body.graph)
 
     def append_operand(self, value: fx.Node) -> fx.Node:
         """Pass ``value``, a node of the caller's graph, into the body; returns the body's new placeholder."""
@@ -126,4 +128,4 @@ def graph_modules(gm: fx.GraphModule) -> Iterator[fx.GraphModule]:
 
 def count_nodes(gm: fx.GraphModule) -> int:
     """Operator calls in a graph and its bodies (placeholders, attributes and outputs are not counted)."""
-    return sum(node.op.startswith("call_") for module in graph_modules(gm) for node in module.graph.nodes)
+    return sum(is_call(node) for module in graph_modules(gm) for node in module.graph.nodes)

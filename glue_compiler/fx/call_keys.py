@@ -21,6 +21,7 @@ from glue_compiler.fx.values import (
     storage_of,
     unbacked_in,
     value_of,
+    values_of,
 )
 
 
@@ -28,7 +29,7 @@ def own_names(record: CallRecord | None, node: fx.Node) -> dict[Any, Any]:
     """Symbols that came into being when the call was run to be recorded → those of the node's own value."""
     if record is None:
         return {}
-    inherited = {symbol for arg in node.all_input_nodes for symbol in unbacked_in(value_of(arg))}
+    inherited = set(unbacked_in(values_of(node.all_input_nodes)))
     names: dict[Any, Any] = {}
     for recorded, leaf in zip(record.result, leaves(value_of(node)), strict=False):
         if isinstance(recorded, Made):

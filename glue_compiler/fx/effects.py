@@ -34,12 +34,14 @@ from glue_compiler.fx.values import (
     StorageKey,
     Symbolic,
     has_value,
+    is_call,
     is_plain,
     leaves,
     storage_of,
     storages_of,
     tensors_in,
     value_of,
+    values_of,
 )
 
 log = logging.getLogger(__name__)
@@ -131,7 +133,7 @@ class EffectAnalysis:
 
     @classmethod
     def for_graph(cls, gm: fx.GraphModule) -> EffectAnalysis:
-        return cls(fake_mode_of(tensors_in([value_of(node) for node in gm.graph.nodes])))
+        return cls(fake_mode_of(tensors_in(values_of(gm.graph.nodes))))
 
     @property
     def symbols(self) -> Any:
@@ -232,7 +234,7 @@ class EffectAnalysis:
 
     def _runnable(self, gm: fx.GraphModule | None, node: fx.Node) -> _Found | None:
         """What is known of the node; None if it is not safe to run its call."""
-        if not node.op.startswith("call_") or bodies.is_higher_order(node):
+        if not is_call(node) or bodies.is_higher_order(node):
             return None
         found = self._found_of(gm, node)
         if found.is_opaque is None:
@@ -316,7 +318,7 @@ class EffectAnalysis:
         """Run only what is torch's or Python's own: a user's function might do anything."""
         if any(not has_value(arg) for arg in node.all_input_nodes):
             return False
-        values = [value_of(item) for item in (node, *node.all_input_nodes)]
+        values = values_of((node, *node.all_input_nodes))
         # A call that takes or gives anything else, such as a context, may switch what later calls do.
         if not all(isinstance(leaf, _PLAIN) for leaf in leaves(values)):
             return False
@@ -394,7 +396,7 @@ def is_known_function(node: fx.Node) -> bool:
 
 def _made_inside(body: fx.GraphModule) -> set[StorageKey]:
     outside = storages_of([value_of(node) for node in body.graph.nodes if node.op in ("placeholder", "get_attr")])
-    return storages_of([value_of(node) for node in body.graph.nodes]) - outside
+    return storages_of(values_of(body.graph.nodes)) - outside
 
 
 def _map_tensors(value: Any, convert: Any) -> Any:

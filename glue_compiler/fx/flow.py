@@ -32,7 +32,7 @@ from glue_compiler.fx.operators import Call, Operators, Value
 from glue_compiler.fx.private_nodes import readers_of
 from glue_compiler.fx.records import Made
 from glue_compiler.fx.value_numbering import Scope
-from glue_compiler.fx.values import leaves
+from glue_compiler.fx.values import is_call, leaves
 
 F = TypeVar("F")
 
@@ -169,7 +169,7 @@ class Flow(Generic[F]):
             elif node.op == "placeholder":
                 outer = self.operators.passed(Value(node))
                 self._downstream |= {node} if outer is not None and outer.node in self._downstream else set()
-            elif node.op.startswith("call_"):
+            elif is_call(node):
                 is_downstream = not self._downstream.isdisjoint(node.all_input_nodes)
                 if is_downstream or self.operators.dispatches(node, self.rules.begins):
                     self._read_calls(node)

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from glue_compiler.fx.operators import Operators
-from glue_compiler.fx.values import requires_grad, value_of
+from glue_compiler.fx.values import is_call, requires_grad, value_of
 
 aten = torch.ops.aten
 
@@ -35,7 +35,7 @@ def strides_are_seen(nodes: list[fx.Node], operators: Operators) -> bool:
         elif node.op == "placeholder":
             outer = operators.passed(operators.value(node))
             waiting += [outer.node] if outer is not None else []
-        elif node.op.startswith("call_"):
+        elif is_call(node):
             calls = operators.calls(node)
             if calls is None and node.target is not operator.getitem:
                 return True

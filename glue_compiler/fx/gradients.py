@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from glue_compiler.fx.operators import UNTRACKED, Operators, Value
-from glue_compiler.fx.values import requires_grad, storages_of, tensors_in, value_of
+from glue_compiler.fx.values import requires_grad, storages_of, tensors_in, value_of, values_of
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Gradients:
         What is on record of its result does not say: a view made without gradients of a tensor that needs one is on
         record as needing one too, as in eager, where it is a leaf of its own.
         """
-        if self.are_cut_off or not any(requires_grad(value_of(arg)) for arg in node.all_input_nodes):
+        if self.are_cut_off or not requires_grad(values_of(node.all_input_nodes)):
             return True
         if not any(each.is_floating_point() or each.is_complex() for each in tensors_in(value_of(node))):
             return True  # sizes, and indices, which nothing gives gradients
@@ -44,6 +44,6 @@ class Gradients:
 
     def may_save(self, *nodes: fx.Node) -> bool:
         """Will backward find in the memory of all ``nodes`` what the output finds there, or leaves there?"""
-        saved = storages_of([value_of(node) for node in nodes])
+        saved = storages_of(values_of(nodes))
         is_final = self.operators.numbering.is_unwritten_after(saved, self.output)
         return is_final or not requires_grad(value_of(self.output))

@@ -12,7 +12,7 @@ from glue_compiler.compat.symbols import may_be_equal
 from glue_compiler.errors import GlueInvariantError
 from glue_compiler.fx import bodies
 from glue_compiler.fx.effects import EffectAnalysis, Kind
-from glue_compiler.fx.values import Symbolic, expression, leaves, unbacked_in, value_of
+from glue_compiler.fx.values import Symbolic, expression, is_call, leaves, unbacked_in, value_of, values_of
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def _unbound_symbols(gm: fx.GraphModule, effects: EffectAnalysis) -> Iterator[Fa
 
 def _may_bind(gm: fx.GraphModule, node: fx.Node, effects: EffectAnalysis) -> bool:
     """Arithmetic makes no symbols; inputs, operators that read data, and what we cannot see into may."""
-    if "unbacked_bindings" in node.meta or not node.op.startswith("call_"):
+    if "unbacked_bindings" in node.meta or not is_call(node):
         return True
     found = effects.of(gm, node)
     return found.syncs or found.kind is not Kind.PURE
@@ -103,7 +103,7 @@ def _metadata(gm: fx.GraphModule, effects: EffectAnalysis) -> Iterator[Fault]:
             yield Fault(node.name, f"has {len(recorded)} results on record and {len(computed)} when run again")
         own = set(unbacked_in(again))
         if own:
-            own -= {symbol for arg in node.all_input_nodes for symbol in unbacked_in(value_of(arg))}
+            own -= set(unbacked_in(values_of(node.all_input_nodes)))
         own |= (node.meta.get("unbacked_bindings") or {}).keys()
         for old, new in zip(recorded, computed, strict=False):
             if problem := _difference(old, new, own):

@@ -27,7 +27,7 @@ from glue_compiler.fx.modes import Mode
 from glue_compiler.fx.normal import LISTS, functional, normal, taken
 from glue_compiler.fx.records import CallRecord, Given, Made, Meta, RecordedOperator, Unknown, map_references, meta_of
 from glue_compiler.fx.value_numbering import Numbering
-from glue_compiler.fx.values import StorageKey, is_plain, leaves, requires_grad, storage_of, value_of
+from glue_compiler.fx.values import StorageKey, is_plain, leaves, requires_grad, storage_of, value_of, values_of
 
 OWN, UNTRACKED = -1, -2
 
@@ -185,7 +185,7 @@ class Operators:
 
     def passes_gradients(self, node: fx.Node) -> bool:
         """Does ``node`` pass gradients on to its operands, where they need any? By its mode, not by what it does."""
-        return self.is_grad_on(node) or not any(requires_grad(value_of(arg)) for arg in node.all_input_nodes)
+        return self.is_grad_on(node) or not requires_grad(values_of(node.all_input_nodes))
 
     def record(self, node: fx.Node) -> CallRecord | None:
         if node not in self._records:

@@ -8,6 +8,7 @@ from torch import fx
 
 from glue_compiler.fx.effects import Kind
 from glue_compiler.fx.operators import Operators, Value
+from glue_compiler.fx.values import is_call
 
 _MOST_LEFT_OVER = 16
 """Nodes that nothing needs, behind one: a limit for the search alone."""
@@ -38,7 +39,7 @@ def readers_of(value: Value, operators: Operators) -> Iterator[fx.Node]:
         for user in holder.users:
             if operators.read(holder, user) != value:
                 continue
-            if user.op.startswith("call_") and operators.value(user) == value:
+            if is_call(user) and operators.value(user) == value:
                 waiting.append(user)
             elif not left_over(user, operators):
                 yield user
@@ -67,7 +68,7 @@ def nodes_used_alone(
             if unneeded := left_over(user, operators):
                 inside |= unneeded
                 continue
-            if not user.op.startswith("call_") or operators.value(user) not in values:
+            if not is_call(user) or operators.value(user) not in values:
                 return user
             inside[user] = None
             waiting.append(user)

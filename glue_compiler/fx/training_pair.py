@@ -10,7 +10,7 @@ from torch import fx
 
 from glue_compiler.compat.rng_states import is_rng_state
 from glue_compiler.errors import GlueInvariantError
-from glue_compiler.fx.values import value_of
+from glue_compiler.fx.values import inputs_of, value_of
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def check_pair(pair: TrainingPair) -> None:
     for module in (pair.forward, pair.backward):
         module.graph.lint()
     saved = {node.name: value_of(node) for node in pair.saved}
-    taken = {node.name: value_of(node) for node in pair.backward.graph.find_nodes(op="placeholder")}
+    taken = {node.name: value_of(node) for node in inputs_of(pair.backward.graph)}
     tensors = [name for name, value in saved.items() if isinstance(value, torch.Tensor)]
     for name in saved:
         if name not in taken:

@@ -37,6 +37,7 @@ from glue_compiler.fx.values import (
     tensors_in,
     unbacked_in,
     value_of,
+    values_of,
 )
 
 Number = int
@@ -238,7 +239,7 @@ class _Numberer:
                 self.out.inputs |= storages
             if node.op == "output":
                 self.out.starts[node] = self.out.ends[node] = next(self.clock)
-                self.out.returned |= storages_of([value_of(arg) for arg in node.all_input_nodes])
+                self.out.returned |= storages_of(values_of(node.all_input_nodes))
             elif node.op == "placeholder":
                 operand = inherited.get(node)
                 held = self._held(operand, scope) if isinstance(operand, fx.Node) else None
@@ -289,7 +290,7 @@ class _Numberer:
         if effects.kind is Kind.BARRIER:
             self._barrier(node)
         if effects.changes_views:
-            self.out.unreadable |= storages_of([value_of(arg) for arg in node.all_input_nodes])
+            self.out.unreadable |= storages_of(values_of(node.all_input_nodes))
         if effects.writes:
             now = next(self.clock)
             self.last_write.update(dict.fromkeys(effects.writes, now))
@@ -300,7 +301,7 @@ class _Numberer:
     def _barrier(self, node: fx.Node) -> None:
         """Memory that others than this graph's operators may know of may have been written."""
         self.last_barrier = next(self.clock)
-        operands = storages_of([value_of(arg) for arg in node.all_input_nodes])
+        operands = storages_of(values_of(node.all_input_nodes))
         self.escaped |= operands | storages_of(value_of(node))
         self.out.written |= self.escaped
         self.out.writes.append(Write(self.last_barrier, frozenset(self.escaped), None))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -20,6 +20,23 @@ def value_of(node: fx.Node) -> Any:
     """What the node evaluates to, as fake tensors, symbols and Python values; None if Dynamo recorded nothing."""
     meta = node.meta
     return meta["example_value"] if "example_value" in meta else meta.get("val")
+
+
+def values_of(nodes: Iterable[fx.Node]) -> list[Any]:
+    return [value_of(node) for node in nodes]
+
+
+def makes_tensor(node: fx.Node) -> bool:
+    return isinstance(value_of(node), torch.Tensor)
+
+
+def is_call(node: fx.Node) -> bool:
+    """Does it call something, and is no input, attribute or output?"""
+    return node.op.startswith("call_")
+
+
+def inputs_of(graph: fx.Graph) -> list[fx.Node]:
+    return graph.find_nodes(op="placeholder")
 
 
 def has_value(node: fx.Node) -> bool:
@@ -81,7 +98,7 @@ def producer_of(node: fx.Node) -> fx.Node:
 
 def own_storages(node: fx.Node) -> set[StorageKey]:
     """Memory that a node allocates; an item of a tuple counts as the operator that made the tuple."""
-    return storages_of(value_of(node)) - storages_of([value_of(arg) for arg in producer_of(node).all_input_nodes])
+    return storages_of(value_of(node)) - storages_of(values_of(producer_of(node).all_input_nodes))
 
 
 def expression(value: Any) -> Any:

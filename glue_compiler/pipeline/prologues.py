@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from torch import fx
 
 from glue_compiler.compat import tracing
+from glue_compiler.fx.values import inputs_of
 
 if TYPE_CHECKING:
     from glue_compiler.pipeline.results import Prologue
@@ -20,7 +21,7 @@ def join_prologues(rest: fx.GraphModule, prologues: Sequence[Prologue]) -> fx.Gr
     """
     graph = fx.Graph()
     mapping: dict[fx.Node, fx.Node] = {}
-    placeholders = rest.graph.find_nodes(op="placeholder")
+    placeholders = inputs_of(rest.graph)
     results = sum(len(prologue.results) for prologue in prologues)
     own, taken = placeholders[: len(placeholders) - results], iter(placeholders[len(placeholders) - results :])
     for node in own:
@@ -29,9 +30,7 @@ def join_prologues(rest: fx.GraphModule, prologues: Sequence[Prologue]) -> fx.Gr
     for prologue in prologues:
         inner = {
             placeholder: mapping[own[position]]
-            for placeholder, position in zip(
-                prologue.graph.graph.find_nodes(op="placeholder"), prologue.inputs, strict=True
-            )
+            for placeholder, position in zip(inputs_of(prologue.graph.graph), prologue.inputs, strict=True)
         }
         returned = graph.graph_copy(prologue.graph.graph, inner)
         assert isinstance(returned, tuple | list)

@@ -19,7 +19,16 @@ from glue_compiler.fx.node_maker import NodeMaker
 from glue_compiler.fx.operators import Operators, Value
 from glue_compiler.fx.private_nodes import nodes_used_alone
 from glue_compiler.fx.value_numbering import number_values
-from glue_compiler.fx.values import expression, is_plain, leaves, requires_grad, storages_of, value_of
+from glue_compiler.fx.values import (
+    expression,
+    is_call,
+    is_plain,
+    leaves,
+    requires_grad,
+    storages_of,
+    value_of,
+    values_of,
+)
 from glue_compiler.pipeline.graph_pass import PassContext, PassResult
 from glue_compiler.pipeline.results import Skip
 
@@ -129,7 +138,7 @@ class Rewriter:
 
     def _proved(self, value: Value, with_: New | Value) -> _Replacement:
         output = self.operators.node_of(value)
-        if output is None or not output.op.startswith("call_"):
+        if output is None or not is_call(output):
             raise Refused("it is computed inside of a call that does more")
         taken = [with_] if isinstance(with_, Value) else with_.values()
         operands = {each: self._at_hand(each, output) for each in taken}
@@ -187,8 +196,8 @@ class Rewriter:
         return list(dict.fromkeys(each.node for each in found - operands.keys()))
 
     def _require_no_effects(self, chain: Sequence[fx.Node], operands: Iterable[fx.Node]) -> None:
-        own = storages_of([value_of(node) for node in chain])
-        own -= storages_of([value_of(node) for node in operands]) | self.numbering.inputs
+        own = storages_of(values_of(chain))
+        own -= storages_of(values_of(operands)) | self.numbering.inputs
         for node in chain:
             effects = self.numbering.effects[node]
             is_pure = effects.kind is Kind.PURE or (effects.writes and effects.writes <= own)
@@ -204,7 +213,7 @@ class Rewriter:
         for what, of in _METADATA.items():
             if of(found) != of(expected):
                 raise Refused(f"its {what} is {_text(of(expected))}, and would be {_text(of(found))}")
-        before = storages_of([value_of(node) for node in output.all_input_nodes + list(operands.values())])
+        before = storages_of(values_of(output.all_input_nodes + list(operands.values())))
         shared = storages_of([expected, found])
         is_shared = isinstance(with_, Value) or bool(shared & (before | self.numbering.inputs))
         is_seen = not self.numbering.is_unwritten_after(shared, output) or bool(shared & self.numbering.returned)

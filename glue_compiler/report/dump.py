@@ -15,7 +15,7 @@ from torch import fx
 from glue_compiler.compat import layers, operators, symbols
 from glue_compiler.fx import bodies
 from glue_compiler.fx.training_pair import TrainingPair
-from glue_compiler.fx.values import Symbolic, expression, is_plain, tensors_in, value_of
+from glue_compiler.fx.values import Symbolic, expression, inputs_of, is_call, is_plain, tensors_in, value_of, values_of
 from glue_compiler.ops.known_masks import KNOWN, MaskKind
 from glue_compiler.report.dump_template import GRAPHS, HEADER, HELPERS, MAIN, STEP
 
@@ -29,7 +29,7 @@ def render_graph(gm: fx.GraphModule) -> str:
     """``gm`` and its bodies as one Python file, with the autocast and the grad mode of now: those of the capture."""
     imports: dict[str, str] = {}
     classes = _render_classes(gm, imports)
-    return _file(imports, classes, "GraphModule()", gm.graph.find_nodes(op="placeholder"), _modes(gm))
+    return _file(imports, classes, "GraphModule()", inputs_of(gm.graph), _modes(gm))
 
 
 def render_pair(pair: TrainingPair) -> str:
@@ -37,7 +37,7 @@ def render_pair(pair: TrainingPair) -> str:
     imports: dict[str, str] = {}
     classes = [*_render_classes(pair.forward, imports), "Forward = GraphModule\n"]
     classes += _render_classes(pair.backward, imports)
-    inputs, taken = (gm.graph.find_nodes(op="placeholder") for gm in (pair.forward, pair.backward))
+    inputs, taken = (inputs_of(gm.graph) for gm in (pair.forward, pair.backward))
     saved = [value.name if isinstance(value, fx.Node) else None for value in pair.returned[pair.num_outputs :]]
     gradients = [node for node in taken if node.name not in saved]
     names = [node.name for node in taken]
@@ -56,7 +56,7 @@ def difference(before: str, after: str, context: int = 3) -> Iterator[str]:
 
 
 def _modes(gm: fx.GraphModule) -> list[str]:
-    values = [value_of(node) for node in gm.graph.nodes]
+    values = values_of(gm.graph.nodes)
     devices = dict.fromkeys(["cpu", *(tensor.device.type for tensor in tensors_in(values))])
     found = [
         f"torch.autocast({device!r}, {torch.get_autocast_dtype(device)})"
@@ -110,7 +110,7 @@ def _render_class(gm: fx.GraphModule, modules: dict[int, str], imports: dict[str
 
 def _with_layers(source: str, gm: fx.GraphModule) -> str:
     """A comment names the layer of the statements below it, wherever it changes."""
-    layer_by_name = {node.name: layers.layer_of(node) for node in gm.graph.nodes if node.op.startswith("call_")}
+    layer_by_name = {node.name: layers.layer_of(node) for node in gm.graph.nodes if is_call(node)}
     current = ""
     lines = []
     for line in source.splitlines():

@@ -12,6 +12,7 @@ from torch import fx
 
 from glue_compiler.compat import runtime
 from glue_compiler.errors import GlueWarning
+from glue_compiler.fx.values import inputs_of
 from glue_compiler.pipeline.results import Numerics
 from glue_compiler.verify import runs
 from glue_compiler.verify.compare import Mismatch, Named, find_mismatch
@@ -36,7 +37,7 @@ class Reference:
 
     @property
     def input_names(self) -> list[str]:
-        return [str(node.target) for node in self.graph.graph.find_nodes(op="placeholder")]
+        return [str(node.target) for node in inputs_of(self.graph.graph)]
 
 
 def verified(call: Callable[..., Any], reference: Reference) -> Callable[..., Any]:

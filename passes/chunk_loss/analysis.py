@@ -17,7 +17,16 @@ from glue_compiler.fx.gradient_strides import strides_are_seen
 from glue_compiler.fx.index_operators import CONVERSIONS
 from glue_compiler.fx.operators import UNTRACKED, Operators, Value
 from glue_compiler.fx.value_numbering import Scope
-from glue_compiler.fx.values import expression, is_plain, requires_grad, storages_of, value_of
+from glue_compiler.fx.values import (
+    expression,
+    inputs_of,
+    is_call,
+    is_plain,
+    requires_grad,
+    storages_of,
+    value_of,
+    values_of,
+)
 from glue_compiler.ops.loss_costs import pays
 from glue_compiler.passes.chunk_loss.groups import Group, groups_of
 from glue_compiler.passes.chunk_loss.heads import Head, operands_of, read_head
@@ -112,7 +121,7 @@ def _heads(scope: Scope, operators: Operators, plan: LossPlan) -> Iterator[Head]
     """The products whose results end in losses; of losses that end none, the plan is told."""
     seen: set[Value] = set()
     for node in scope.module.graph.nodes:
-        if not node.op.startswith("call_") or not operators.dispatches(node, _ENDS):
+        if not is_call(node) or not operators.dispatches(node, _ENDS):
             continue
         for call in operators.calls(node) or ():
             if call.operator not in _ENDS:
@@ -258,7 +267,7 @@ def _require_deferrable(
 
 def _is_of_an_input(value: Value, scope: Scope, operators: Operators) -> bool:
     """Does it lie in the memory of an input?"""
-    inputs = storages_of([value_of(node) for node in scope.module.graph.find_nodes(op="placeholder")])
+    inputs = storages_of(values_of(inputs_of(scope.module.graph)))
     tensor = value_of(value.node)
     return isinstance(tensor, torch.Tensor) and is_plain(tensor) and storages_of([tensor]) <= inputs
 

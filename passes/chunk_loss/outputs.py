@@ -9,7 +9,7 @@ from torch import fx
 
 from glue_compiler.deferred.head import Head, Term
 from glue_compiler.deferred.outputs import DeferredOutput, Operand
-from glue_compiler.fx.values import value_of
+from glue_compiler.fx.values import inputs_of, value_of
 from glue_compiler.passes.chunk_loss import heads
 from glue_compiler.passes.chunk_loss.analysis import Output, Replacement
 from glue_compiler.passes.chunk_loss.operands import Operands
@@ -41,7 +41,7 @@ class _Returned:
     def __post_init__(self) -> None:
         self.node = self.graph.output_node()
         self.values = list(self.node.args[0])  # type: ignore[arg-type]
-        self.inputs = {node: position for position, node in enumerate(self.graph.find_nodes(op="placeholder"))}
+        self.inputs = {node: position for position, node in enumerate(inputs_of(self.graph))}
 
     def operand(self, node: fx.Node, is_detached: bool) -> Operand:
         if node in self.inputs:

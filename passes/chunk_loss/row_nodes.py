@@ -14,7 +14,7 @@ from torch import fx
 from glue_compiler.errors import GlueInvariantError
 from glue_compiler.fx.node_maker import NodeMaker
 from glue_compiler.fx.operators import UNTRACKED, Operators, Value
-from glue_compiler.fx.values import Symbolic, expression, value_of
+from glue_compiler.fx.values import Symbolic, expression, inputs_of, makes_tensor, value_of
 from glue_compiler.passes.chunk_loss.row_steps import RowStep
 
 aten = torch.ops.aten
@@ -52,7 +52,7 @@ class RowWriter:
         for dim, size in enumerate(value_of(near).shape):
             if expression(size) == number:
                 return self.make.size(near, dim)
-        for node in self.make.graph.find_nodes(op="placeholder"):
+        for node in inputs_of(self.make.graph):
             found = value_of(node)
             if isinstance(found, Symbolic) and expression(found) == number:
                 return node
@@ -63,8 +63,8 @@ class RowWriter:
                 for part in parts[1:]:
                     total = self.make.call(target, total, part)
                 return total
-        for node in self.make.graph.find_nodes(op="placeholder"):
-            shape = value_of(node).shape if isinstance(value_of(node), torch.Tensor) else ()
+        for node in inputs_of(self.make.graph):
+            shape = value_of(node).shape if makes_tensor(node) else ()
             for dim, size in enumerate(shape):
                 if expression(size) == number:
                     return self.make.size(node, dim)

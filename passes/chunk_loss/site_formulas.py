@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from glue_compiler.fx.values import expression, storages_of, value_of
+from glue_compiler.fx.values import expression, storages_of, value_of, values_of
 from glue_compiler.passes.chunk_loss.groups import Statistics
 from glue_compiler.passes.chunk_loss.losses import Site
 from glue_compiler.passes.chunk_loss.row_nodes import RowWriter
@@ -57,7 +57,7 @@ class SiteFormula:
         result = self._loss(site) if site.loss is not None else self._number(site)
         expected = value_of(site.node)
         expected = expected[site.value.leaf] if isinstance(expected, tuple | list) else expected
-        if storages_of(value_of(result.node)) & storages_of([value_of(node) for node in self._found.values()]):
+        if storages_of(value_of(result.node)) & storages_of(values_of(self._found.values())):
             result = result.clone()  # which others read too, and who gets it may write
         if site.keepdim:
             result = result.unsqueeze(site.wide.classes)

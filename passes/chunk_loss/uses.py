@@ -12,7 +12,7 @@ from torch import fx
 from glue_compiler.fx.effects import Kind
 from glue_compiler.fx.operators import Call, Operators, Value, given_leaves
 from glue_compiler.fx.value_numbering import Scope
-from glue_compiler.fx.values import leaves, requires_grad, tensors_in, value_of
+from glue_compiler.fx.values import leaves, makes_tensor, requires_grad, tensors_in, value_of
 from glue_compiler.passes.chunk_loss.heads import Head
 from glue_compiler.passes.chunk_loss.losses import Site, site_of
 from glue_compiler.passes.chunk_loss.row_steps import NotALoss
@@ -152,7 +152,7 @@ class _Reader:
         value = self.operators.value(node)
         if value in self.uses.wide:
             self._hold(node, holders)
-        elif not isinstance(value_of(node), torch.Tensor):
+        elif not makes_tensor(node):
             self.uses.sizes.append(node)
         elif value not in self.ended:
             raise OtherUse(node, "in a way that is not understood")

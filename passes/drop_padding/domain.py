@@ -16,7 +16,7 @@ from glue_compiler.fx.index_expressions import Unreadable
 from glue_compiler.fx.index_numbers import as_boolean
 from glue_compiler.fx.index_views import NotAView
 from glue_compiler.fx.operators import Value
-from glue_compiler.fx.values import expression, value_of
+from glue_compiler.fx.values import expression, value_of, values_of
 from glue_compiler.ops.attention_choice import AttentionCall, Kernel, choose
 from glue_compiler.passes.drop_padding.token_facts import Rows, Span, Tokens, is_token
 from glue_compiler.passes.specialize_attention.analysis import Settings
@@ -158,7 +158,7 @@ def _kernel(site: AttentionSite, visibility: Visibility, settings: Settings) -> 
         return None
     if len(visibility.keys) != 1 or visibility.documents or visibility.window >= 0:
         return None  # a window counts hidden tokens too
-    query, key, value = (value_of(node) for node in (site.query, site.grouped_key, site.grouped_value))
+    query, key, value = values_of((site.query, site.grouped_key, site.grouped_value))
     sizes = (query.shape[3], value.shape[3])
     if not all(isinstance(size, int) for size in (*sizes, query.shape[1], key.shape[1])):
         return None

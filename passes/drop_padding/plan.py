@@ -15,7 +15,16 @@ from glue_compiler.fx.flow import Refused
 from glue_compiler.fx.normal import LISTS
 from glue_compiler.fx.operators import OWN, UNTRACKED, Call, Operators, Value, given_leaves
 from glue_compiler.fx.value_numbering import Scope
-from glue_compiler.fx.values import StorageKey, Symbolic, expression, leaves, storages_of, value_of
+from glue_compiler.fx.values import (
+    StorageKey,
+    Symbolic,
+    expression,
+    is_call,
+    leaves,
+    makes_tensor,
+    storages_of,
+    value_of,
+)
 from glue_compiler.passes.drop_padding.domain import Attention, Domain
 from glue_compiler.passes.drop_padding.functions import is_function, operands_of, result_for_tokens
 from glue_compiler.passes.drop_padding.picks import picks_single_tokens
@@ -102,7 +111,7 @@ class _Planner:
                 self._take_results(node, bodies[node])
             elif node in self.inside or (node in self.domain.attentions and self._attends(node)):
                 continue
-            elif node.op.startswith("call_"):
+            elif is_call(node):
                 self._read_node(node)
             elif node.op == "output" and scope.parent is None:
                 self._put_back_for(node)
@@ -130,7 +139,7 @@ class _Planner:
 
     def _begins(self, node: fx.Node) -> bool:
         calls = self.operators.calls(node) or ()
-        return node.op.startswith("call_") and any(begins(self._reading(node, i, 0, c)) for i, c in enumerate(calls))
+        return is_call(node) and any(begins(self._reading(node, i, 0, c)) for i, c in enumerate(calls))
 
     def _read_tokens(self, node: fx.Node) -> list[Value]:
         """The values with tokens that ``node`` reads."""
@@ -147,7 +156,7 @@ class _Planner:
         output = scope.module.graph.output_node()
         returned: Any = output.args[0]
         for place, each in enumerate(returned if isinstance(returned, tuple | list) else ()):
-            if isinstance(each, fx.Node) and isinstance(value_of(each), torch.Tensor):
+            if isinstance(each, fx.Node) and makes_tensor(each):
                 value = self.operators.read(each, output)
                 if (tokens := self.tokens_of(value)) is not None:
                     result = Value(node, OWN, place)
@@ -366,7 +375,7 @@ class _Planner:
             known = resolved(value, self.plan.facts, self.operators)
             if known is not None and known.node.op == "placeholder":
                 continue  # an input is whole
-            if known is not None and isinstance(value_of(arg), torch.Tensor):
+            if known is not None and makes_tensor(arg):
                 require_views(self.plan.facts[known])
                 shared = storages_of(value_of(arg)) & storages_of(value_of(node)) if node.op != "output" else ()
                 if not self.numbering.is_unwritten_after(shared, node):

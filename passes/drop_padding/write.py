@@ -16,7 +16,7 @@ from glue_compiler.fx.dead_nodes import erase_dead
 from glue_compiler.fx.node_maker import NodeMaker
 from glue_compiler.fx.operators import OWN, Operators, Value
 from glue_compiler.fx.value_numbering import Scope
-from glue_compiler.fx.values import expression, value_of
+from glue_compiler.fx.values import expression, is_call, value_of
 from glue_compiler.passes.drop_padding.plan import Plan, resolved
 from glue_compiler.passes.drop_padding.steps import Count, Entering, Same, Step, taken_sizes
 from glue_compiler.passes.drop_padding.token_facts import Rows, Span, Tokens, behind, counted_part, is_token
@@ -349,15 +349,15 @@ class _Writer:
         while len(left) != before:  # what bodies do not take any more may have been all that used others
             before = len(left)
             for node in (each for scope in self.numbering.scopes for each in reversed(scope.module.graph.nodes)):
-                if not node.users and node.op.startswith("call_") and (node in self.rewritten or node not in self.old):
+                if not node.users and is_call(node) and (node in self.rewritten or node not in self.old):
                     node.graph.erase_node(node)
-            calls = [each for each in self.old if not each._erased and each.op.startswith("call_")]
+            calls = [each for each in self.old if not each._erased and is_call(each)]
             erase_dead(self.numbering, [*(each for each in inputs if not each._erased), *calls])
             left = [each for each in left if not each._erased]
         for old in self.changed:
             if old is not None and not old._erased and old.users:
                 raise GlueInvariantError(f"'{next(iter(old.users))}' reads '{old.name}', which holds other rows now")
-        return sum(each._erased and each.op.startswith("call_") for each in self.old)
+        return sum(each._erased and is_call(each) for each in self.old)
 
 
 def _places(parts: tuple[Any, ...]) -> tuple[int | None, int, list[int]]:

@@ -19,7 +19,7 @@ from glue_compiler.fx.index_operators import READERS, ElementReader
 from glue_compiler.fx.index_views import Index, NotAView
 from glue_compiler.fx.operators import Call, Operators, Value
 from glue_compiler.fx.reachable import reachable
-from glue_compiler.fx.values import Symbolic, expression, value_of
+from glue_compiler.fx.values import Symbolic, expression, is_call, makes_tensor, value_of
 from glue_compiler.passes.group_experts.copies import Fill, copied_from, fill_of
 from glue_compiler.passes.group_experts.row_sets import EXPERT, ONE, Mask, RowSets, are_distinct
 
@@ -82,14 +82,14 @@ class CountSums:
         self._items: dict[Value, list[Any] | None] = {}
         for node in nodes:
             symbol = expression(value_of(node)) if isinstance(value_of(node), torch.SymInt) else None
-            if isinstance(symbol, sympy.Symbol) and node.op.startswith("call_") and node in operators.numbering.numbers:
+            if isinstance(symbol, sympy.Symbol) and is_call(node) and node in operators.numbering.numbers:
                 self._read_in.setdefault(symbol, node)
 
     def of(self, value: Any) -> Any:
         """Of an int, a sympy expression, a number's node, or a tensor of one integer; None if others are in it."""
         if isinstance(value, fx.Node):
             number = value_of(value)
-            is_read = not isinstance(number, Symbolic) and value.op.startswith("call_")
+            is_read = not isinstance(number, Symbolic) and is_call(value)
             value = self._operators.value(value) if is_read else expression(number)
         if isinstance(value, Value):
             return self._item(value, ())
@@ -122,7 +122,7 @@ class CountSums:
     def items(self, vector: Any) -> list[Any] | None:
         """All items of an integer vector of known length, or of a node that is one."""
         if isinstance(vector, fx.Node):
-            is_tensor = isinstance(value_of(vector), torch.Tensor) and vector.op != "output"
+            is_tensor = makes_tensor(vector) and vector.op != "output"
             vector = self._operators.value(vector) if is_tensor else None
         shape = self._operators.meta(vector).shape if self._operators.is_tensor(vector) else ()
         if len(shape) != 1 or not isinstance(shape[0], int):

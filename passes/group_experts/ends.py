@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from glue_compiler.fx.operators import Call, Operators, Value
-from glue_compiler.fx.values import value_of
+from glue_compiler.fx.values import is_call, makes_tensor, value_of
 from glue_compiler.passes.group_experts.row_sets import TOKEN, Index, RowSet, RowSets
 
 aten = torch.ops.aten
@@ -38,7 +38,7 @@ class Sink:
 
 def find_sink(node: fx.Node, sets: RowSets) -> Sink | None:
     """The sink that ``node`` is."""
-    if not node.op.startswith("call_"):
+    if not is_call(node):
         return None
     calls = sets.operators.calls(node) or []
     # All but the last only make views of what it is given.
@@ -109,7 +109,7 @@ def _checked(sets: RowSets, node: fx.Node, rows: RowSet, added: Any, **how: Any)
     """The tensors by the nodes that are passed."""
     accumulator = sets.operators.passed_as(node, "self")
     given = sets.operators.node_of(added) if isinstance(added, Value) else None
-    if accumulator is None or given is None or not isinstance(value_of(accumulator), torch.Tensor):
+    if accumulator is None or given is None or not makes_tensor(accumulator):
         return None
     return Sink(node, accumulator, rows, given, **how)
 
@@ -124,7 +124,7 @@ def chain_starts(sinks: list[Sink]) -> dict[fx.Node, fx.Node]:
 
 def joined(node: fx.Node, operators: Operators) -> list[fx.Node]:
     """The tensors that ``node``, a ``cat``, puts behind each other."""
-    calls = operators.calls(node) if node.op.startswith("call_") else None
+    calls = operators.calls(node) if is_call(node) else None
     match calls:
         case [Call(aten.cat, {"tensors": tensors, "dim": int(dim)})]:
             parts = [operators.node_of(each) if isinstance(each, Value) else None for each in tensors]

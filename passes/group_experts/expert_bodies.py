@@ -11,7 +11,7 @@ from torch import fx
 from glue_compiler.fx.effects import Kind
 from glue_compiler.fx.operators import UNTRACKED, Call, Value
 from glue_compiler.fx.reachable import reachable
-from glue_compiler.fx.values import expression, tensors_in, value_of
+from glue_compiler.fx.values import expression, makes_tensor, tensors_in, value_of
 from glue_compiler.passes.group_experts.checks import ReadGraph
 from glue_compiler.passes.group_experts.gathers import EXPERT_COLUMN, KEPT, Gathered, gathered, weights_behind_sum
 from glue_compiler.passes.group_experts.pieces import ExpertPieces
@@ -340,7 +340,7 @@ class BodyMatcher:
             raise LeftAlone("the experts compute with different numbers", user)
         self._check_same_weights(values, user)
         shape = self.operators.meta(values[0]).shape
-        rank = value_of(user).dim() if isinstance(value_of(user), torch.Tensor) else -1
+        rank = value_of(user).dim() if makes_tensor(user) else -1
         fits = (rank == 2 and (len(shape) < 2 or (len(shape) == 2 and shape[0] == 1))) or (rank == 1 and shape == ())
         if not fits:
             raise LeftAlone("a per-expert operand is neither a matrix of a product nor a vector", user)

@@ -12,7 +12,7 @@ from glue_compiler.fx.effects import EffectAnalysis
 from glue_compiler.fx.modes import Mode
 from glue_compiler.fx.node_maker import NodeMaker
 from glue_compiler.fx.operators import given_as
-from glue_compiler.fx.values import expression, requires_grad, value_of
+from glue_compiler.fx.values import expression, requires_grad, value_of, values_of
 from glue_compiler.ops import quack_products
 
 _OPERANDS = {
@@ -42,7 +42,7 @@ def other_products(
         x, weight, offsets = (given_as(node, made, name) for name in names)
         if x is None or weight is None or offsets is None or (_rank(x), _rank(weight), _rank(offsets)) != (2, 3, 1):
             continue
-        values = [value_of(each) for each in (x, weight)]
+        values = values_of((x, weight))
         if made.overload.namespace != "aten":
             if values[0].dtype == values[1].dtype and not value_of(offsets).is_floating_point():
                 yield node, (x, weight, offsets), "fallbacks_replaced"

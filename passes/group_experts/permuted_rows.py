@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from glue_compiler.fx.index_expressions import IndexReader, Unreadable
 from glue_compiler.fx.operators import UNTRACKED, Call, Operators, Value
-from glue_compiler.fx.values import expression, requires_grad, storages_of, value_of
+from glue_compiler.fx.values import expression, requires_grad, storages_of, value_of, values_of
 from glue_compiler.ops.kernel_support import runs_triton
 from glue_compiler.passes.group_experts.copies import copied_from
 
@@ -60,7 +60,7 @@ def pays(rows: Tensor) -> bool:
 
 def may_take_rows(node: fx.Node) -> bool:
     """Cheaper to ask than what a call does, and few are left: rows of floating numbers by one vector of integers."""
-    value, operands = value_of(node), [value_of(operand) for operand in node.all_input_nodes]
+    value, operands = value_of(node), values_of(node.all_input_nodes)
     return (
         _is_matrix(value)
         and requires_grad(value)

@@ -11,7 +11,7 @@ from torch import fx
 
 from glue_compiler.fx.operators import Call, Operators, Value, given_leaves
 from glue_compiler.fx.records import Given
-from glue_compiler.fx.values import expression, value_of
+from glue_compiler.fx.values import expression, is_call, makes_tensor, value_of
 from glue_compiler.passes.group_experts.counts import CountSums
 from glue_compiler.passes.group_experts.ends import before_broadcast
 
@@ -85,7 +85,7 @@ class Pieces:
     sums: CountSums
 
     def piece(self, node: fx.Node) -> Piece | None:
-        if not node.op.startswith("call_") or not isinstance(value_of(node), torch.Tensor):
+        if not is_call(node) or not makes_tensor(node):
             return None
         value = self.operators.value(node)
         call = self.operators.does(value)
@@ -101,7 +101,7 @@ class Pieces:
 
     def write(self, node: fx.Node) -> PieceWrite | None:
         """``into[start:stop] = value``: a copy to a slice."""
-        calls = self.operators.calls(node) if node.op.startswith("call_") else None
+        calls = self.operators.calls(node) if is_call(node) else None
         match calls[-1] if calls else None:
             case Call(aten.copy, {"self": Value() as target, "src": Value() as value}) if target.node is node:
                 pass

@@ -16,13 +16,7 @@ from torch import fx
 from glue_compiler.capture.regions import REGIONS
 from glue_compiler.fx.effects import Kind
 from glue_compiler.fx.reachable import reachable
-from glue_compiler.fx.values import (
-    requires_grad,
-    storage_of,
-    storages_of,
-    tensors_in,
-    value_of,
-)
+from glue_compiler.fx.values import is_call, requires_grad, storage_of, storages_of, tensors_in, value_of, values_of
 from glue_compiler.passes.group_experts.checks import ReadGraph, cannot_fail
 from glue_compiler.passes.group_experts.copies import Fill, fill_of
 from glue_compiler.passes.group_experts.ends import ENDS, Sink, chain_starts, find_sink
@@ -99,7 +93,7 @@ class _Reader:
             return [arg for arg in node.all_input_nodes if self.position[arg] > first]
 
         inside = reachable([sink.added], operands)
-        return [(node.op, node.target) for node in sorted(inside) if node.op.startswith("call_")]
+        return [(node.op, node.target) for node in sorted(inside) if is_call(node)]
 
     # -- one loop
 
@@ -129,7 +123,7 @@ class _Reader:
         absorbed = self._absorbed(matcher, sinks, row_sets)
         starts_at_zero = self._check_accumulator_uses(sinks, accumulator)
         writers = matcher.body.union(*(sink.nodes for sink in sinks))
-        accumulators = storages_of([value_of(node) for node in (accumulator, *(sink.node for sink in sinks))])
+        accumulators = storages_of(values_of((accumulator, *(sink.node for sink in sinks))))
         self.graph.check_unwritten(absorbed, last, writers, accumulators)
         self.graph.check_one_mode([last], matcher.body | matcher.peeled)
         summed, weights = weighted_sum(steps, value_of(accumulator).dtype, self.operators)
@@ -215,7 +209,7 @@ class _Reader:
         return inside | droppable | masks | matcher.peeled
 
     def _indexes(self, node: fx.Node) -> bool:
-        return node.op.startswith("call_") and self.sets.index(self.operators.value(node)) is not None
+        return is_call(node) and self.sets.index(self.operators.value(node)) is not None
 
     def _is_droppable(
         self, node: fx.Node, row_sets: list[RowSet], inside: set[fx.Node], droppable: set[fx.Node]
@@ -247,7 +241,7 @@ class _Reader:
         for node in self.graph.nodes[:end]:
             if node in mine or node is accumulator:
                 continue
-            uses = storages_of([value_of(node), *(value_of(arg) for arg in node.all_input_nodes)])
+            uses = storages_of(values_of((node, *node.all_input_nodes)))
             if storage in uses and (sinks[0].in_place or storage in self.graph.effects[node].writes):
                 if self.position[node] > begin:
                     raise LeftAlone("the loop's accumulator is read or written between its experts", node)

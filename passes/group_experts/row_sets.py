@@ -24,7 +24,7 @@ from glue_compiler.fx.index_numbers import as_boolean, is_selected_constant
 from glue_compiler.fx.index_operators import CONVERSIONS
 from glue_compiler.fx.index_views import Element, NotAView
 from glue_compiler.fx.operators import UNTRACKED, Call, Operators, Value
-from glue_compiler.fx.values import expression, leaves, value_of
+from glue_compiler.fx.values import expression, is_call, leaves, value_of
 from glue_compiler.passes.group_experts.copies import COPIES, Fill, copied_from, fill_of
 
 aten = torch.ops.aten
@@ -128,7 +128,7 @@ class RowSets:
 
     def row_set(self, node: fx.Node) -> RowSet | None:
         """``nonzero`` of one expert's mask in any of its forms, or the mask itself where something indexes with it."""
-        if not node.op.startswith("call_"):
+        if not is_call(node):
             return None
         value = self.operators.value(node)
         return self._row_set(value) if value.node is node and value.leaf == 0 else None
@@ -293,7 +293,7 @@ class RowSets:
             node = waiting.pop()
             kind = value_of(node)
             is_passed = not found or (isinstance(kind, torch.Tensor) and not kind.is_floating_point())
-            if not node.op.startswith("call_") or node in found or not is_passed:
+            if not is_call(node) or node in found or not is_passed:
                 continue
             # The other results of the same node, such as the values of ``topk``, may be written meanwhile.
             if node is not selected.node and self.operators.value(node) != selected:

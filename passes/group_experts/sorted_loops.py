@@ -16,7 +16,7 @@ from glue_compiler.compat import symbols
 from glue_compiler.fx.effects import Kind
 from glue_compiler.fx.operators import Call, Value
 from glue_compiler.fx.reachable import reachable
-from glue_compiler.fx.values import expression, storage_of, storages_of, value_of
+from glue_compiler.fx.values import expression, is_call, storage_of, storages_of, value_of, values_of
 from glue_compiler.passes.group_experts.checks import ReadGraph
 from glue_compiler.passes.group_experts.copies import Fill, fill_of
 from glue_compiler.passes.group_experts.counts import HostNumbers, Total, total_of
@@ -158,7 +158,7 @@ class _Reader:
         """
         operators = self.operators
         for user in whole.users:
-            calls = operators.calls(user) if user.op.startswith("call_") else None
+            calls = operators.calls(user) if is_call(user) else None
             match calls[-1] if calls else None:
                 case Call(
                     aten.index_put,
@@ -245,7 +245,7 @@ class _Reader:
         # Nobody has the tensor before the last is written.
         mine, storage = {write.node for write in end.writes} | {whole}, storage_of(into)
         for node in self.graph.nodes[: self.graph.position[end.place]]:
-            uses = storages_of([value_of(node), *(value_of(arg) for arg in node.all_input_nodes)])
+            uses = storages_of(values_of((node, *node.all_input_nodes)))
             if node not in mine and storage in uses:
                 raise LeftAlone("the tensor that the results are written to is used before all are written", node)
 

@@ -16,7 +16,7 @@ from torch import fx
 from glue_compiler.capture.regions import HITS, REGIONS, NonEmptyBranch, SpeculativeRegion, UnrolledLoop
 from glue_compiler.fx.effects import Kind
 from glue_compiler.fx.operators import Call, Value
-from glue_compiler.fx.values import value_of
+from glue_compiler.fx.values import makes_tensor, value_of
 from glue_compiler.passes.group_experts.checks import ReadGraph
 from glue_compiler.passes.group_experts.counts import COUNT_DTYPES, CountSums, counts_by_expert
 from glue_compiler.passes.group_experts.plan import Concatenation, GroupedLoop, RoutedRows, SortedRows
@@ -140,11 +140,7 @@ def _unproved_branch(
     asked = graph.sums.of(condition.number) if condition.number in present else None
     held_nodes = [value for held in region.carried.values() for value in held if isinstance(value, fx.Node)]
     for node in (condition.number, *held_nodes):
-        if (
-            node in present
-            and isinstance(value_of(node), torch.Tensor)
-            and not operators.is_fixed(operators.value(node))
-        ):
+        if node in present and makes_tensor(node) and not operators.is_fixed(operators.value(node)):
             return f"'{node.name}', which it depends on, is written"
     for rows in [sink.rows for loop in loops for sink in loop.sinks if sink.node in traced]:
         if rows.count != condition.symbol and not (

@@ -22,7 +22,7 @@ from glue_compiler.fx.effects import EffectAnalysis, Kind
 from glue_compiler.fx.node_maker import NodeMaker
 from glue_compiler.fx.operators import Operators
 from glue_compiler.fx.reachable import reachable
-from glue_compiler.fx.values import expression, requires_grad, value_of
+from glue_compiler.fx.values import expression, makes_tensor, requires_grad, value_of
 from glue_compiler.passes.group_experts.checks import cannot_fail
 from glue_compiler.passes.group_experts.grouped_body import GroupedBody, after, saved_weights
 from glue_compiler.passes.group_experts.plan import (
@@ -186,7 +186,7 @@ class LoopWriter:
         return replace
 
     def _replace_indices(self, root: fx.Node, columns: list[fx.Node]) -> None:
-        if isinstance(value_of(root), torch.Tensor):
+        if makes_tensor(root):
             with self.graph.inserting_before(root):
                 pairs = self.graph.call_function(torch.stack, (columns, 1))
             pairs.meta.update({key: value for key, value in root.meta.items() if key != "unbacked_bindings"})

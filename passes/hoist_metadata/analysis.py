@@ -13,6 +13,8 @@ from glue_compiler.byte_sizes import with_unit
 from glue_compiler.fx.effects import Effects, Kind
 from glue_compiler.fx.value_numbering import Number, Numbering, Occurrence, Scope
 from glue_compiler.fx.values import (
+    is_call,
+    makes_tensor,
     most_bytes,
     own_storages,
     producer_of,
@@ -21,6 +23,7 @@ from glue_compiler.fx.values import (
     tensors_in,
     unbacked_in,
     value_of,
+    values_of,
 )
 from glue_compiler.pipeline.fuel import Fuel
 from glue_compiler.pipeline.results import Skip
@@ -61,7 +64,7 @@ class HoistPlan:
 
     def symbols_gone(self) -> set[Any]:
         """The unbacked symbols of the nodes that go away."""
-        return {symbol for node in self.replaced() for symbol in unbacked_in(value_of(node))}
+        return set(unbacked_in(values_of(self.replaced())))
 
     def replaced(self) -> dict[fx.Node, fx.Node]:
         """The nodes that go away, and for each the one that takes its place, or of which that is a copy."""
@@ -101,7 +104,7 @@ def limit_plan(plan: HoistPlan, fuel: Fuel) -> HoistPlan:
 
 def own_symbols(node: fx.Node) -> set[Any]:
     """The unbacked symbols that come into being at a node."""
-    inherited = {symbol for arg in node.all_input_nodes for symbol in unbacked_in(value_of(arg))}
+    inherited = set(unbacked_in(values_of(node.all_input_nodes)))
     return set(unbacked_in(value_of(node))) - inherited
 
 
@@ -110,7 +113,7 @@ def symbols_around(node: fx.Node) -> set[Any]:
 
     Torch's fake tensors know one symbol for what is read of one tensor: two readers of it must not make two.
     """
-    return {s for each in (node, *node.all_input_nodes, *node.users) for s in unbacked_in(value_of(each))}
+    return set(unbacked_in(values_of((node, *node.all_input_nodes, *node.users))))
 
 
 class _Planner:
@@ -194,7 +197,7 @@ class _Planner:
         if first.last_write > first.scope.called_at or first.mode != first.scope.mode:
             return False
         # Outside, autograd may be on where it was off inside.
-        reads_grad = any(requires_grad(value_of(arg)) for arg in first.node.all_input_nodes)
+        reads_grad = requires_grad(values_of(first.node.all_input_nodes))
         floats = any(t.is_floating_point() or t.is_complex() for t in tensors_in(value_of(first.node)))
         if reads_grad and floats:
             return False
@@ -240,13 +243,13 @@ class _Planner:
         if self.numbering.effects[node].syncs:
             return True
         if self._kind(number) is Kind.ASSERT:
-            return any(unbacked_in(value_of(arg)) for arg in node.all_input_nodes)
+            return bool(unbacked_in(values_of(node.all_input_nodes)))
         return not tensors_in(value_of(node)) and bool(unbacked_in(value_of(node)))
 
     def _is_cheap(self, number: Number) -> bool:
         """Costs nothing to compute again: a view, a size, an item of a tuple."""
         node = self.inner[number][0].node
-        return not isinstance(value_of(node), torch.Tensor) or not own_storages(node)
+        return not makes_tensor(node) or not own_storages(node)
 
     def _places(self, number: Number) -> int:
         """In how many graphs the value is computed: the caller's, and the bodies."""
@@ -290,7 +293,7 @@ class _Planner:
             self.new_nodes[number] = first.node
 
     def _add_merge(self, number: Number, occurrences: list[Occurrence]) -> None:
-        computed = [o for o in occurrences if o.node.op.startswith("call_")]
+        computed = [o for o in occurrences if is_call(o.node)]
         lifted_earlier = self.new_nodes.get(number)
         if len(computed) + (lifted_earlier is not None) < 2:
             return

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from torch import fx
 
 from glue_compiler.fx.value_numbering import number_values
+from glue_compiler.fx.values import is_call
 from glue_compiler.passes.memoize_metadata.analysis import plan_prologue
 from glue_compiler.passes.memoize_metadata.rewrite import split_off
 from glue_compiler.pipeline.graph_pass import GraphPass, PassContext, PassResult
@@ -33,7 +34,7 @@ class MemoizeMetadata(GraphPass):
             return PassResult(changed=False, skips=plan.skips)
         prologue = split_off(graph, plan, context.effects)
         counts = {
-            "prologue_nodes": sum(node.op.startswith("call_") for node in prologue.graph.graph.nodes),
+            "prologue_nodes": sum(is_call(node) for node in prologue.graph.graph.nodes),
             "results": len(prologue.results),
             "syncs_memoized": plan.syncs,
         }

@@ -15,6 +15,7 @@ from glue_compiler.fx.value_numbering import Numbering, Occurrence
 from glue_compiler.fx.values import (
     expression,
     is_plain,
+    makes_tensor,
     most_bytes,
     own_storages,
     producer_of,
@@ -23,6 +24,7 @@ from glue_compiler.fx.values import (
     tensors_in,
     unbacked_in,
     value_of,
+    values_of,
 )
 from glue_compiler.pipeline.results import Skip
 
@@ -190,14 +192,14 @@ class _Planner:
             return True
         if not own_storages(node):
             return False
-        touched = tensors_in([value_of(node), *map(value_of, node.all_input_nodes)])
+        touched = tensors_in(values_of((node, *node.all_input_nodes)))
         sizes = (most_bytes(tensor, self.shape_env) for tensor in touched)
         return any(size is not None and size >= self.threshold for size in sizes)
 
     def _reads_a_tensor(self, node: fx.Node) -> bool:
         """Does the node depend on a tensor input? A batch is known by its tensors; without one nothing ends it."""
         read = reachable([node], lambda each: each.all_input_nodes)
-        return any(each.op == "placeholder" and isinstance(value_of(each), torch.Tensor) for each in read)
+        return any(each.op == "placeholder" and makes_tensor(each) for each in read)
 
     # -- what the rest needs
 

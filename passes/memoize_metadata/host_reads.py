@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from glue_compiler.fx.values import value_of
+from glue_compiler.fx.values import inputs_of, value_of
 
 
 def read_together(graph: fx.Graph, fake_mode: Any) -> None:
@@ -26,7 +26,7 @@ def read_together(graph: fx.Graph, fake_mode: Any) -> None:
         elements = [user for user in node.users if _is_read_element(user, node)]
         if len(elements) < 2:
             continue
-        after = node if node.op != "placeholder" else graph.find_nodes(op="placeholder")[-1]
+        after = node if node.op != "placeholder" else inputs_of(graph)[-1]
         with graph.inserting_after(after):
             host = graph.call_method("cpu", (node,))
         with fake_mode:

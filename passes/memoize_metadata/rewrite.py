@@ -12,7 +12,7 @@ from glue_compiler.compat import graph_inputs, tracing
 from glue_compiler.fx.copying import copy_graph
 from glue_compiler.fx.effects import EffectAnalysis, Kind
 from glue_compiler.fx.structure import structure_of
-from glue_compiler.fx.values import value_of
+from glue_compiler.fx.values import inputs_of, is_call, value_of
 from glue_compiler.passes.memoize_metadata.analysis import ProloguePlan
 from glue_compiler.passes.memoize_metadata.host_reads import read_together
 from glue_compiler.pipeline.results import Prologue
@@ -20,7 +20,7 @@ from glue_compiler.pipeline.results import Prologue
 
 def split_off(gm: fx.GraphModule, plan: ProloguePlan, effects: EffectAnalysis) -> Prologue:
     """Take ``plan`` out of ``gm``, in place. ``gm`` keeps all its inputs, and takes the results after them."""
-    placeholders = gm.graph.find_nodes(op="placeholder")
+    placeholders = inputs_of(gm.graph)
     positions = tuple(placeholders.index(node) for node in plan.inputs)
     asserts = {node for node in plan.nodes if effects.of(gm, node).kind is Kind.ASSERT}
     graph, results, key = _prologue_graph(plan, asserts, effects.fake_mode)
@@ -47,7 +47,7 @@ def _prologue_graph(
     graph.output(tuple(outputs))
     kept = {copies[node] for node in asserts}
     for node in reversed(graph.nodes):
-        if node.op.startswith("call_") and not node.users and node not in kept:
+        if is_call(node) and not node.users and node not in kept:
             graph.erase_node(node)
     read_together(graph, fake_mode)
     return graph, results, structure_of(graph, kept)
@@ -59,7 +59,7 @@ def _rest_of_graph(
     # A copy, because Dynamo goes on reading its own graph's inputs after the backend has returned.
     graph, copies = copy_graph(gm.graph)
     computed = {name: copies[node] for name, node in zip(results, plan.results, strict=False)}
-    last = graph.find_nodes(op="placeholder")[-1]
+    last = inputs_of(graph)[-1]
     inputs: dict[str, fx.Node] = {}
     for name, value in results.items():
         with graph.inserting_after(last):

@@ -10,7 +10,7 @@ from torch import fx
 from glue_compiler.compat import device_copies
 from glue_compiler.fx import bodies
 from glue_compiler.fx.training_pair import TrainingPair
-from glue_compiler.fx.values import tensors_in, value_of
+from glue_compiler.fx.values import inputs_of, tensors_in, value_of
 from glue_compiler.passes.overlap_offload.saved_tensors import kept_by_the_caller, memory_of, regions_started, why_not
 from glue_compiler.pipeline.results import Skip
 
@@ -32,7 +32,7 @@ def find_round_trips(pair: TrainingPair) -> tuple[list[RoundTrip], list[Skip]]:
     in the same dtype and layout: then backward could as well take ``source``.
     """
     kept = kept_by_the_caller(pair)
-    placeholders = {node.name: node for node in pair.backward.graph.find_nodes(op="placeholder")}
+    placeholders = {node.name: node for node in inputs_of(pair.backward.graph)}
     output = pair.forward.graph.output_node()
     found: list[RoundTrip] = []
     found_memory: set[int] = set()

@@ -18,6 +18,7 @@ from glue_compiler.fx.device_bytes import bytes_counter
 from glue_compiler.fx.fused_reads import FusedLives, fused_lives, is_pointwise
 from glue_compiler.fx.storage_roots import storage_root
 from glue_compiler.fx.training_pair import TrainingPair
+from glue_compiler.fx.values import inputs_of
 from glue_compiler.passes.overlap_offload.schedule import is_product, realised_values
 
 
@@ -37,7 +38,7 @@ def peak_of(
             values, those count that products or attention read or write, or that are needed on both sides of one.
         scratch: what an operator takes for itself while it runs.
     """
-    inputs = pair.forward.graph.find_nodes(op="placeholder")
+    inputs = inputs_of(pair.forward.graph)
     nbytes = bytes_counter(inputs, shape_env)
     on_the_host = {node.name for gm in (pair.forward, pair.backward) for node in gm.graph.nodes if _is_host(node)}
     excluded = on_the_host | {node.name for node in inputs}
@@ -50,7 +51,7 @@ def peak_of(
 
 def kept_bytes(pair: TrainingPair, shape_env: object) -> int:
     """What a pair's forward leaves on the device for its backward, beside its inputs."""
-    inputs = pair.forward.graph.find_nodes(op="placeholder")
+    inputs = inputs_of(pair.forward.graph)
     nbytes = bytes_counter(inputs, shape_env)
     there = {storage_root(node) for node in inputs}
     return sum(nbytes(root) for root in {storage_root(node) for node in pair.saved if not _is_host(node)} - there)

@@ -14,7 +14,17 @@ from glue_compiler.compat import checkpoint_tags, device_copies, offload_policie
 from glue_compiler.errors import GlueInvariantError, GlueOffloadError
 from glue_compiler.fx.storage_roots import storage_root
 from glue_compiler.fx.training_pair import TrainingPair
-from glue_compiler.fx.values import expression, is_in_order, is_plain, most_bytes, source_line, storages_of, value_of
+from glue_compiler.fx.values import (
+    expression,
+    inputs_of,
+    is_in_order,
+    is_plain,
+    makes_tensor,
+    most_bytes,
+    source_line,
+    storages_of,
+    value_of,
+)
 from glue_compiler.ops.copy_engine import why_no_copies
 from glue_compiler.pipeline.results import Skip
 
@@ -115,7 +125,7 @@ def find_saved_tensors(
     for saved in pair.saved:
         taken = placeholders[saved.name]
         taken_uses = uses.backward.get(taken, [])
-        if not isinstance(value_of(saved), torch.Tensor) or not taken_uses:
+        if not makes_tensor(saved) or not taken_uses:
             continue
         started = regions_started(saved, [backward[place] for place in taken_uses])
         own = checkpoint_tags.region_of(saved)
@@ -219,7 +229,7 @@ def _is_in_flight(maker: fx.Node) -> bool:
 def kept_by_the_caller(pair: TrainingPair) -> Mapping[int, fx.Node]:
     """By :func:`memory_of`, the inputs and outputs that stay on the device whatever is moved."""
     kept: dict[int, fx.Node] = {}
-    inputs = pair.forward.graph.find_nodes(op="placeholder")
+    inputs = inputs_of(pair.forward.graph)
     for node in (*inputs, *(value for value in pair.outputs if isinstance(value, fx.Node))):
         kept.update(dict.fromkeys(memory_of(node), node))
     return kept

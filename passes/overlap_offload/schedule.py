@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from glue_compiler.fx.storage_roots import storage_root
 from glue_compiler.fx.training_pair import TrainingPair
-from glue_compiler.fx.values import value_of
+from glue_compiler.fx.values import makes_tensor
 from glue_compiler.passes.overlap_offload.saved_tensors import RegionTensors, SavedTensor
 from glue_compiler.pipeline.results import Skip
 
@@ -139,7 +138,7 @@ def realised_values(gm: fx.GraphModule) -> set[fx.Node]:
             found.add(node)
             found.update(map(storage_root, node.all_input_nodes))
     found.update(map(storage_root, gm.graph.output_node().all_input_nodes))
-    return {node for node in found if node.op == "call_function" and isinstance(value_of(node), torch.Tensor)}
+    return {node for node in found if node.op == "call_function" and makes_tensor(node)}
 
 
 def _latest(nodes: Sequence[fx.Node], place: int, realised: set[fx.Node]) -> fx.Node | None:

@@ -13,7 +13,15 @@ from torch import fx
 from glue_compiler.compat.symbols import speculation
 from glue_compiler.fx.effects import EffectAnalysis
 from glue_compiler.fx.flow import Refused
-from glue_compiler.fx.values import expressions_of, requires_grad, storages_of, tensors_in, value_of
+from glue_compiler.fx.values import (
+    expressions_of,
+    makes_tensor,
+    requires_grad,
+    storages_of,
+    tensors_in,
+    value_of,
+    values_of,
+)
 from glue_compiler.ops.loop_gradients import StepGradients, step_gradients
 from glue_compiler.passes.roll_loops.read import EqualSteps, Number
 
@@ -42,7 +50,7 @@ class Bodies:
             Refused: it is not known what its gradients are computed from, or that is written before they are.
         """
         states = [state.first for state in steps.states]
-        fixed = [node for node in steps.fixed if isinstance(value_of(node), torch.Tensor)]
+        fixed = [node for node in steps.fixed if makes_tensor(node)]
         sizes = [node for node in steps.fixed if node not in set(fixed)]
         graph = _graph(steps, [*fixed, *sizes])
         body = Body(graph, states, fixed, sizes, self._gradients(graph, steps, states, fixed, sizes))
@@ -56,7 +64,7 @@ class Bodies:
         return body
 
     def _gradients(self, graph: fx.GraphModule, steps: EqualSteps, *operands: list[fx.Node]) -> StepGradients:
-        values = [[value_of(node) for node in nodes] for nodes in operands]
+        values = [values_of(nodes) for nodes in operands]
         kinds = [(tensor.dim(), tensor.dtype, tensor.device) for tensor in tensors_in(values)]
         targets = [node.target for node in graph.graph.nodes]
         key = (graph.code, *targets, steps.autocast, *kinds, *expressions_of(values))

@@ -24,6 +24,7 @@ from glue_compiler.fx.values import (
     storages_of,
     tensors_in,
     value_of,
+    values_of,
 )
 
 
@@ -186,7 +187,7 @@ def _needed(steps: EqualSteps, matching: _Matching, used: list[fx.Node]) -> set[
 def _written(gm: fx.GraphModule, steps: EqualSteps, effects: EffectAnalysis) -> list[fx.Node]:
     """Memory that steps write items of and do not read: made in this graph, and known by its one node until then."""
     modes = {effects.mode_of(gm, node) for node in (*steps.first, *steps.second)}
-    tensors = tensors_in([value_of(node) for node in (*steps.second, *steps.fixed)])
+    tensors = tensors_in(values_of((*steps.second, *steps.fixed)))
     if len(modes) > 1 or not all(mode.is_known for mode in modes):
         raise Refused("it runs in several modes")
     devices = sorted({each.device.type for each in tensors})

@@ -11,7 +11,7 @@ import torch
 
 from glue_compiler.compat.attention import has_sdpa_backward
 from glue_compiler.fx.gradients import Gradients
-from glue_compiler.fx.values import expression, value_of
+from glue_compiler.fx.values import expression, value_of, values_of
 from glue_compiler.ops.attention_choice import AttentionCall, Kernel, choose, unsupported
 from glue_compiler.ops.attention_costs import gradient_pays, lists_pay, pays
 from glue_compiler.options import Compiler, Kernels
@@ -179,7 +179,7 @@ def _kernel(site: AttentionSite, settings: Settings, *, hides_keys: bool) -> tup
     Raises:
         UnknownMask: there is none.
     """
-    query, key, value = (value_of(node) for node in (site.query, site.grouped_key, site.grouped_value))
+    query, key, value = values_of((site.query, site.grouped_key, site.grouped_value))
     sizes = expression(query.shape[3]), expression(value.shape[3])
     if sizes[0] != sizes[1] and not all(isinstance(size, int) for size in sizes):
         # Symbols must not be compared: that is a guard, and theirs may have no source.

@@ -16,7 +16,7 @@ from glue_compiler.fx.index_expressions import IndexReader
 from glue_compiler.fx.index_views import Element, Index, broadcast_index
 from glue_compiler.fx.operators import Call, Operators, Value
 from glue_compiler.fx.value_numbering import Scope
-from glue_compiler.fx.values import value_of
+from glue_compiler.fx.values import is_call, value_of
 from glue_compiler.passes.specialize_attention.attention_parts import AttentionSite, Chain, Mask, NotAttention
 from glue_compiler.passes.specialize_attention.gates import read_gate
 from glue_compiler.passes.specialize_attention.operands import elements_behind, places
@@ -40,7 +40,7 @@ def attention_sites(
     sites: dict[fx.Node, AttentionSite | tuple[fx.Node, str]] = {}
     for node in scope.module.graph.nodes:
         found = value_of(node)
-        if not node.op.startswith("call_") or not isinstance(found, torch.Tensor):
+        if not is_call(node) or not isinstance(found, torch.Tensor):
             continue
         if found.dim() not in (3, 4) or not found.is_floating_point() or not operators.dispatches(node, _ENDS):
             continue

@@ -11,6 +11,7 @@ from torch import fx
 from glue_compiler.fx.flow import CONVERSIONS, Flow, Result, Rules
 from glue_compiler.fx.operators import Call, Operators, Value
 from glue_compiler.fx.private_nodes import readers_of
+from glue_compiler.fx.values import is_call
 
 aten = torch.ops.aten
 PRODUCTS = (aten.matmul, aten.einsum, aten.baddbmm)
@@ -78,7 +79,7 @@ def products_with_softmax(operators: Operators) -> dict[fx.Node, str]:
 
 def _is_product(node: fx.Node, rank: int, operators: Operators) -> bool:
     """One that adds up products: by an operator, or as a product of more dimensions than the softmax has."""
-    if not node.op.startswith("call_"):
+    if not is_call(node):
         return False
     calls = operators.calls(node) or ()
     return any(

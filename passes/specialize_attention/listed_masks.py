@@ -19,7 +19,7 @@ from glue_compiler.fx.index_numbers import as_number, holds_where, is_selected_c
 from glue_compiler.fx.index_views import Element, NotAView, broadcast_index
 from glue_compiler.fx.operators import UNTRACKED, Operators, Value
 from glue_compiler.fx.value_numbering import Scope
-from glue_compiler.fx.values import expression, requires_grad, storages_of, value_of
+from glue_compiler.fx.values import expression, requires_grad, storages_of, value_of, values_of
 from glue_compiler.ops.mask_blocks import EmptyRows, Kind
 from glue_compiler.passes.specialize_attention.attention_parts import AttentionSite, Mask
 from glue_compiler.passes.specialize_attention.masks import UnknownMask
@@ -255,7 +255,7 @@ def _require_gradient(node: fx.Node, site: AttentionSite) -> None:
         raise UnknownMask(
             "it has a gradient, which kernels sum in no fixed order, and torch.use_deterministic_algorithms is on"
         )
-    tensor, query, value = (value_of(each) for each in (node, site.query, site.value))
+    tensor, query, value = values_of((node, site.query, site.value))
     if not has_flex_gradient(query.device, (*tensor.shape, query.shape[2], value.shape[2])):
         raise UnknownMask(
             "it has a gradient, whose sizes are not known when the graph is compiled, and Inductor fails on that; "
@@ -308,7 +308,7 @@ def _is_detached(value: Value, operators: Operators) -> bool:
     """Does its node say nothing of its gradients, of which it cuts off some inside?"""
     call = operators.does(value)
     is_cut = call is not None and call.operator is aten.detach
-    return is_cut and any(requires_grad(value_of(arg)) for arg in value.node.all_input_nodes)
+    return is_cut and requires_grad(values_of(value.node.all_input_nodes))
 
 
 def _fits(shape: tuple[Any, ...], sizes: tuple[Any, ...]) -> bool:

@@ -15,7 +15,7 @@ from glue_compiler.fx.index_expressions import IndexReader, Unreadable
 from glue_compiler.fx.index_operators import CONVERSIONS
 from glue_compiler.fx.operators import UNTRACKED, Call, Operators, Value
 from glue_compiler.fx.private_nodes import nodes_used_alone
-from glue_compiler.fx.values import requires_grad, value_of
+from glue_compiler.fx.values import is_call, requires_grad, value_of
 from glue_compiler.ops.mask_blocks import EmptyRows, Kind, hidden_below
 from glue_compiler.passes.specialize_attention.attention_parts import Chain, Mask, NotAttention
 from glue_compiler.passes.specialize_attention.gates import Gate
@@ -390,7 +390,7 @@ def _reads_sizes_alone(user: fx.Node, node: fx.Node, scores: Value, operators: O
 
     They are those of the scores ``[B, H, Q, K]``, and not of a row's maximum, or of scores with sinks.
     """
-    if not user.op.startswith("call_") or len(user.all_input_nodes) != 2:
+    if not is_call(user) or len(user.all_input_nodes) != 2:
         return False
     shape = operators.meta(operators.value(node)).shape
     if len(shape) != 4 or shape[-2:] != operators.meta(scores).shape[-2:]:
