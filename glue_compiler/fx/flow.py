@@ -161,7 +161,7 @@ class Flow(Generic[F]):
         return ((self._results[value], fact) for value, fact in self.facts.items() if self._is_end(value))
 
     def _read(self, scope: Scope) -> None:
-        bodies = {child.call.node: child for child in scope.children if child.call is not None}
+        bodies = scope.bodies
         self._bodies |= bodies
         for node in scope.module.graph.nodes:
             if node in bodies:

@@ -62,6 +62,11 @@ class Scope:
     def depth(self) -> int:
         return 0 if self.parent is None else self.parent.depth + 1
 
+    @property
+    def bodies(self) -> dict[fx.Node, Scope]:
+        """Of the calls in the graph."""
+        return {child.call.node: child for child in self.children if child.call is not None}
+
 
 @dataclass(frozen=True, eq=False)
 class Occurrence:
@@ -115,6 +120,16 @@ class Numbering:
     """Memory of tensors that are given another shape in place: their metadata is that of the end of the graph."""
     inputs: set[StorageKey]
     """Memory of the graph's and the bodies' inputs and attributes."""
+
+    @property
+    def nodes(self) -> list[fx.Node]:
+        """Of all scopes, as they are now."""
+        return [node for scope in self.scopes for node in scope.module.graph.nodes]
+
+    def recompile(self) -> None:
+        """To be called after a rewrite."""
+        for scope in self.scopes:
+            scope.module.recompile()
 
     def contents(self, node: fx.Node, at: fx.Node) -> fx.Node | None:
         """The node whose result, when it was made, is what ``at`` finds in the memory of ``node``.

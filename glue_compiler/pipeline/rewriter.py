@@ -130,8 +130,7 @@ class Rewriter:
         counts = {"rewritten": len(self._replacements)}
         if self._replacements:
             counts["nodes_erased"] = self._write()
-            for scope in self.numbering.scopes:
-                scope.module.recompile()
+            self.numbering.recompile()
         return PassResult(changed=bool(self._replacements), counts=counts, skips=skips)
 
     # -- what every rewrite needs

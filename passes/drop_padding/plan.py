@@ -102,7 +102,7 @@ class _Planner:
     # -- in the order in which nodes run
 
     def read(self, scope: Scope) -> None:
-        bodies = {child.call.node: child for child in scope.children if child.call is not None}
+        bodies = scope.bodies
         if scope.parent is None:
             self._begin(scope)
         for node in scope.module.graph.nodes:
@@ -118,24 +118,18 @@ class _Planner:
 
     def _begin(self, scope: Scope) -> None:
         """Embeddings that the graph is given, if it is not given ids."""
-        nodes = scope.module.graph.nodes
         if any(
-            any(call.operator is aten.embedding for call in self.operators.calls(node) or ()) and self._begins(node)
-            for node in self._all_nodes()
+            self.operators.dispatches(node, {aten.embedding}) and self._begins(node) for node in self.numbering.nodes
         ):
             return
         whole = self.domain.whole
-        for node in nodes:
+        for node in scope.module.graph.nodes:
             value = value_of(node)
             if node.op != "placeholder" or not self.operators.is_tensor(Value(node)) or not value.is_floating_point():
                 continue
             shape = self.operators.meta(Value(node)).shape
             if len(shape) == 3 and shape[:2] == (self.domain.batch, self.domain.length):
                 self.plan.facts[Value(node)] = Tokens((*whole.dims, plain(shape[2])))
-
-    def _all_nodes(self) -> Iterator[fx.Node]:
-        for scope in self.numbering.scopes:
-            yield from scope.module.graph.nodes
 
     def _begins(self, node: fx.Node) -> bool:
         calls = self.operators.calls(node) or ()
@@ -289,10 +283,10 @@ class _Planner:
             for leaf in range(len(call.recorded.results)) if call.operator in LISTS else (0,):
                 value = Value(node, number, leaf)
                 made = self._reading(node, number, leaf, call)
-                if all(self.tokens_of(each) is None for each in used) and not begins(made):
-                    self._require_own_writes(call)
-                    continue
+                is_of_tokens = any(self.tokens_of(each) is not None for each in used) or begins(made)
                 self._require_own_writes(call)
+                if not is_of_tokens:
+                    continue
                 rule = rule_of(made)
                 if rule is None:
                     raise Refused(f"{call.overload} is not known to compute token by token")

@@ -31,12 +31,9 @@ Rule = Callable[[Reading], Step | Same]
 
 def rule_of(made: Reading) -> Rule | None:
     """None: the operator is not known to compute token by token."""
-    found = RULES.get(made.call.operator)
-    if found is not None:
-        return found
     tags = made.call.recorded.overload.tags
     is_elementwise = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
-    return _elementwise if is_elementwise else None
+    return RULES.get(made.call.operator, _elementwise if is_elementwise else None)
 
 
 # -- element by element
@@ -51,10 +48,7 @@ def _elementwise(made: Reading) -> Step:
     _, given = made.operators.as_called(made.call)
     values = [each for each in leaves(list(given.values())) if isinstance(each, Value)]
     found = [tokens for each in values if (tokens := made.tokens_of(each)) is not None]
-    rank = len(made.shape)
-    dims = broadcast(found, rank)
-    if dims is None:
-        raise Refused("its operands have tokens in different dimensions")
+    dims = broadcast(found, len(made.shape))
 
     def argument(value: Any) -> Any:
         if not isinstance(value, Value) or made.tokens_of(value) is not None:
@@ -119,9 +113,7 @@ def _permute(made: Reading) -> Step:
 def _expand(made: Reading) -> Step:
     tokens = made.tokens("self")
     new = len(made.shape) - len(tokens.dims)
-    dims = [*map(plain, made.shape[:new])]
-    for dim, size in zip(tokens.dims, made.shape[new:], strict=True):
-        dims.append(dim if any(map(is_token, dim)) else plain(size))
+    dims = [*map(plain, made.shape[:new]), *tokens.resized(made.shape[new:]).dims]
     result = tokens.with_dims(dims)
     sizes = [-1 if any(map(is_token, dim)) else size for dim, size in zip(dims, made.shape, strict=True)]
     if not all(isinstance(size, int) for size in sizes):
@@ -187,12 +179,7 @@ def _along(made: Reading) -> Step:
     """A function of a dimension, such as softmax, which may change its size."""
     tokens = made.tokens("self")
     _plain_dims(made, tokens)
-    results = []
-    for shape in made.result_shapes:
-        assert shape is not None
-        dims = [dim if any(map(is_token, dim)) else plain(shape[i]) for i, dim in enumerate(tokens.dims)]
-        results.append(Tokens(tuple(dims)))
-    return made.as_called(results)
+    return made.as_called([tokens.resized(shape) for shape in made.result_shapes])
 
 
 def _reduction(made: Reading) -> Step:
@@ -220,8 +207,7 @@ def _pad(made: Reading) -> Step:
     for place in range(len(padded) // 2):
         if tokens.holds(len(tokens.dims) - 1 - place) and padded[2 * place : 2 * place + 2] != (0, 0):
             raise Refused("tokens are padded")
-    dims = [dim if tokens.holds(i) else plain(made.shape[i]) for i, dim in enumerate(tokens.dims)]
-    return made.as_called([Tokens(tuple(dims))])
+    return made.as_called([tokens.resized(made.shape)])
 
 
 def _joined(made: Reading) -> Step:
@@ -232,8 +218,6 @@ def _joined(made: Reading) -> Step:
     if any(len(made.shape_of(each)) != rank for each in values):
         raise Refused("it joins tensors of different ranks")
     dims = broadcast(found, rank)
-    if dims is None:
-        raise Refused("its operands have tokens in different dimensions")
     is_new = made.call.operator is aten.stack
     dim = made["dim"] % (rank + is_new)
     if not is_new and any(map(is_token, dims[dim])):
@@ -254,10 +238,9 @@ def _gather(made: Reading) -> Step:
         own = [size for i, size in enumerate(made.shape_of(made["index"])) if tokens.holds(i)]
         if own != [size for i, size in enumerate(tokens.shape) if tokens.holds(i)]:
             raise Refused("its index is not one of each token")
-    elif broadcast([tokens, of_index], len(tokens.dims)) is None:
-        raise Refused("its operands have tokens in different dimensions")
-    dims = [dim if tokens.holds(i) else plain(made.shape[i]) for i, dim in enumerate(tokens.dims)]
-    return made.as_called([Tokens(tuple(dims))], index=index)
+    else:
+        broadcast([tokens, of_index], len(tokens.dims))
+    return made.as_called([tokens.resized(made.shape)], index=index)
 
 
 # -- products
@@ -292,12 +275,8 @@ def _matmul(made: Reading) -> Step:
         if tokens is not None:
             _plain_dims(made, tokens, (summed, own) if both else (summed,))
     rank = len(made.shape)
-    dims = [() for _ in range(rank)]
     found = [t.with_dims([*t.dims[:-2], *_last(t, i)]) for i, t in enumerate((first, second)) if t is not None]
-    agreed = broadcast(found, rank)
-    if agreed is None:
-        raise Refused("its operands have tokens in different dimensions")
-    dims = agreed
+    dims = broadcast(found, rank)
     for name, tokens, shape_rank in zip(("self", "other"), (first, second), ranks, strict=True):
         if tokens is None:
             batch = made.shape_of(made[name])[:-2]

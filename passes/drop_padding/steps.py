@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from glue_compiler.fx.flow import Refused
 from glue_compiler.fx.operators import Call, Operators, Value
-from glue_compiler.passes.drop_padding.token_facts import Dim, Tokens, counted_part, is_token, plain, size_of
+from glue_compiler.passes.drop_padding.token_facts import Dim, Tokens, counted_part, is_token, size_of
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class Reading:
     tokens_of: Callable[[Any], Tokens | None]
     shows: Callable[[Value, Tokens], Literal["seen", "hidden"] | None]
     whole: Tokens
-    result_shapes: tuple[tuple[Any, ...] | None, ...] = field(default=())
+    result_shapes: tuple[tuple[Any, ...] | None, ...]
 
     def __getitem__(self, name: str) -> Any:
         return self.call.arguments[name]
@@ -105,7 +106,7 @@ class Reading:
             return value
         shape = self.shape_of(value)
         shape = (*[1] * (len(dims) - len(shape)), *shape)
-        found: list[Dim] = [dim if any(map(is_token, dim)) else plain(n) for n, dim in zip(shape, dims, strict=True)]
+        found = Tokens(tuple(dims)).resized(shape)
         has_tokens = False
         for size, dim in zip(shape, dims, strict=True):
             if size == 1 or not any(map(is_token, dim)):
@@ -116,9 +117,9 @@ class Reading:
             ):
                 raise Refused(f"an operand has {size} numbers where {size_of(dim)} tokens are")
             has_tokens = True
-        if has_tokens and any(size == 1 and len(dim) > 1 for size, dim in zip(shape, found, strict=True)):
+        if has_tokens and any(size == 1 and len(dim) > 1 for size, dim in zip(shape, found.dims, strict=True)):
             raise Refused("an operand has one number where tokens are beside something else")
-        return Entering(value, Tokens(tuple(found)), ignored) if has_tokens else value
+        return Entering(value, found, ignored) if has_tokens else value
 
     def as_called(self, results: Sequence[Tokens | None], /, **changes: Any) -> Step:
         """The operator itself, out of place, with other arguments."""
@@ -134,9 +135,7 @@ def taken_sizes(tokens: Tokens) -> list[Any]:
     counted = counted_part(tokens)
     sizes: list[Any] = []
     for dim in tokens.dims:
-        number: Any = 1
-        for part in dim:
-            number = number if is_token(part) else number * part
+        number: Any = math.prod(part for part in dim if not is_token(part))
         if not isinstance(number, int):
             raise Refused("a size beside those of the tokens is not known when the graph is compiled")
         sizes.append(number if counted not in dim else -1 if number != 1 else Count())

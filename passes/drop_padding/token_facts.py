@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
+
+from glue_compiler.fx.flow import Refused
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,10 @@ class Tokens:
     def with_dims(self, dims: Iterable[Dim]) -> Tokens:
         return replace(self, dims=tuple(dims))
 
+    def resized(self, shape: Any) -> Tokens:
+        """Of a value with the same tokens, and with the sizes of ``shape`` in dimensions that hold none."""
+        return Tokens(tuple(dim if self.holds(i) else plain(shape[i]) for i, dim in enumerate(self.dims)))
+
 
 def counted_part(tokens: Tokens) -> Part:
     """Which part becomes the tokens that count."""
@@ -84,10 +91,7 @@ def size_of_part(part: Part) -> Any:
 
 
 def size_of(dim: Dim) -> Any:
-    size: Any = 1
-    for part in dim:
-        size = size * size_of_part(part)
-    return size
+    return math.prod(map(size_of_part, dim))
 
 
 def plain(size: Any) -> Dim:
@@ -142,15 +146,22 @@ def _quotient(number: Any, divisor: Any) -> Any | None:
     return quotient if sympy.fraction(quotient)[1] == 1 and quotient.is_polynomial() else None
 
 
-def broadcast(found: Sequence[Tokens], rank: int) -> list[Dim] | None:
-    """The dims that hold tokens of what values are broadcast to; of the others ``()``. None: they do not agree."""
+def broadcast(found: Sequence[Tokens], rank: int) -> list[Dim]:
+    """The dims that hold tokens of what values are broadcast to; of the others ``()``.
+
+    Raises:
+        Refused: they do not agree.
+    """
+    disagreement = Refused("its operands have tokens in different dimensions")
     result: list[Dim] = [()] * rank
     for tokens in found:
         for place, dim in enumerate(tokens.dims, rank - len(tokens.dims)):
             if any(map(is_token, dim)):
                 if result[place] not in ((), dim):
-                    return None
+                    raise disagreement
                 result[place] = dim
     parts = [part for dim in result for part in dim if is_token(part)]
     is_of_all = all({part for part in each.parts if is_token(part)} == set(parts) for each in found)
-    return result if is_of_all and len(set(parts)) == len(parts) else None
+    if not is_of_all or len(set(parts)) != len(parts):
+        raise disagreement
+    return result

@@ -35,8 +35,7 @@ def apply_plan(plan: Plan, reader: MaskReader) -> Counter[str]:
     writer.begin()
     writer.write(numbering.root)
     writer.counts["nodes_erased"] = writer.erase()
-    for scope in numbering.scopes:
-        scope.module.recompile()
+    numbering.recompile()
     return writer.counts
 
 
@@ -51,11 +50,10 @@ class _Writer:
         """Values with tokens: the tokens that count of them, and where."""
         self.entered: dict[Any, fx.Node] = {}
         self.back: dict[Any, fx.Node] = {}
-        self.scopes = {scope.module.graph: scope for scope in self.numbering.scopes}
         self.rewritten: dict[fx.Node, None] = {}
         returned = [value for each in plan.results.values() for value, _, _ in each]
         self.changed = [self.operators.node_of(value) for value in returned]
-        self.old = dict.fromkeys(node for scope in self.numbering.scopes for node in scope.module.graph.nodes)
+        self.old = dict.fromkeys(self.numbering.nodes)
 
     def begin(self) -> None:
         """What is known of the batch, once, in front of all that reads it."""
@@ -75,7 +73,7 @@ class _Writer:
     # -- in the order in which nodes run
 
     def write(self, scope: Scope) -> None:
-        bodies = {child.call.node: child for child in scope.children if child.call is not None}
+        bodies = scope.bodies
         for node in list(scope.module.graph.nodes):
             if node in bodies:
                 self.write(bodies[node])
@@ -233,7 +231,7 @@ class _Writer:
     def _take(self, node: fx.Node, tokens: Tokens, scope: Scope, ignored: int | None = None) -> fx.Node:
         """``[B, T, ...]`` in whatever order → the same with one row of the tokens that count."""
         make, parts = self.make, tokens.parts
-        rows, span, others = _places(parts)
+        rows, span, order = _places(parts)
         missing = len(tokens.dims) - value_of(node).dim()
         for _ in range(missing):
             node = make.call(aten.unsqueeze.default, node, 0)
@@ -245,13 +243,13 @@ class _Writer:
                 else:
                     sizes += [self._size(part, scope) if is_token(part) else part for part in dim]
             node = make.call(aten.reshape.default, node, sizes)
-        order = [*([rows] if rows is not None else []), span, *others]
         node = self._permuted(node, order)
         if rows is None:
             node = make.call(aten.unsqueeze.default, node, 0)
+        others = value_of(node).dim() - 2
         batch, length = self._brought(self.batch, scope), self._brought(self.length, scope)
-        node = self._widened(node, parts[span], length, len(others), ignored)
-        node = make.call(aten.expand.default, node, [batch, length, *[-1] * len(others)])
+        node = self._widened(node, parts[span], length, others, ignored)
+        node = make.call(aten.expand.default, node, [batch, length, *[-1] * others])
         if ignored is not None:
             indices, _, seen = self._context(scope)
             node = make.call(_glue.target_rows.default, node, indices, seen, ignored)
@@ -274,12 +272,11 @@ class _Writer:
         make, tokens = self.make, self.plan.facts[known]
         node = self._brought(node, scope, where)
         parts = tokens.parts
-        rows, span, others = _places(parts)
+        rows, span, order = _places(parts)
         if not tokens.is_split:
             counted = counted_part(tokens)
             sizes = [-1 if part is counted else 1 if is_token(part) else part for part in parts]
             node = make.call(aten.reshape.default, node, sizes)
-        order = [*([rows] if rows is not None else []), span, *others]
         node = self._permuted(node, order)
         if rows is not None:
             node = make.call(aten.squeeze.dim, node, 1)
@@ -361,9 +358,10 @@ class _Writer:
 
 
 def _places(parts: tuple[Any, ...]) -> tuple[int | None, int, list[int]]:
+    """Of rows and span; and all places, those two first."""
     rows = next((i for i, part in enumerate(parts) if isinstance(part, Rows)), None)
     span = next(i for i, part in enumerate(parts) if isinstance(part, Span))
-    return rows, span, [i for i in range(len(parts)) if i not in (rows, span)]
+    return rows, span, sorted(range(len(parts)), key=lambda i: (i != rows, i != span))
 
 
 def _inverse(order: list[int]) -> list[int]:

@@ -61,8 +61,7 @@ def mixed_documents(plan: AttentionPlan, reader: MaskReader) -> list[Mixed]:
     graph = _Graph(operators, _sources(known, operators))
     return [
         Mixed(node, how)
-        for scope in operators.numbering.scopes
-        for node in scope.module.graph.nodes
+        for node in operators.numbering.nodes
         if (how := _how(node, operators, [*lengths.values()])) and not graph.is_given_documents(node)
     ]
 

@@ -43,8 +43,7 @@ def apply_plan(plan: AttentionPlan, reader: MaskReader, *, few_sizes: bool) -> C
         counts[replacement.form] += 1
     if plan.replacements:
         counts["nodes_erased"] = erase_dead(numbering, writer.abandoned)
-        for scope in numbering.scopes:
-            scope.module.recompile()
+        numbering.recompile()
     return counts
 
 
