@@ -15,7 +15,7 @@ import sympy
 import torch
 
 from glue_compiler.fx.index_numbers import Expression
-from glue_compiler.fx.index_operators import READERS, largest_of
+from glue_compiler.fx.index_operators import READERS, Reading, largest_of
 from glue_compiler.fx.index_views import Element, Index, NotAView, broadcast_index, number_of, source_of
 from glue_compiler.fx.operators import UNTRACKED, Operators, Value
 
@@ -82,7 +82,7 @@ class IndexReader:
         read = self.rules.get(call.operator) if call is not None else None
         if call is not None and read is not None:
             try:
-                return read(self, call, value, index)
+                return read(Reading(self, call, value, index))
             except NotAView:
                 pass  # another form of the operator: an unknown tensor, which is right as well
         return self.leaf(value, index)

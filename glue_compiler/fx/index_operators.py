@@ -1,13 +1,14 @@
 """What operators make of the elements of their operands, as expressions.
 
-A reader takes an operator with the arguments of its schema, and gives element ``index`` of its result, or raises
-:class:`NotAView` for a form of the operator that it does not understand: the result is an unknown tensor then.
+A rule takes a :class:`Reading`, and gives the element of the operator's result, or raises :class:`NotAView` for a form
+of the operator that it does not understand: the result is an unknown tensor then.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import sympy
 import torch
@@ -26,24 +27,39 @@ from glue_compiler.fx.index_numbers import (
 from glue_compiler.fx.index_views import Index, NotAView, number_of
 from glue_compiler.fx.operators import Call, Operators, Value
 
+if TYPE_CHECKING:
+    from glue_compiler.fx.index_expressions import IndexReader
+
 aten = torch.ops.aten
 INDEX_DTYPES = (torch.int32, torch.int64)
 
 
-class ElementReader(Protocol):
-    """Reads elements of values; :class:`glue_compiler.fx.index_expressions.IndexReader`."""
+@dataclass(frozen=True)
+class Reading:
+    """Element ``index`` of ``value``, which ``call`` gives. ``made["dim"]`` is an argument of the call."""
 
-    operators: Operators
-    largest: dict[str, int]
+    reader: IndexReader
+    call: Call
+    value: Value
+    index: Index
 
-    def read(self, value: Value, index: Index) -> Expression: ...
-    def operand(self, value: Any, index: Index) -> Expression: ...
-    def shape(self, value: Value) -> Any: ...
-    def dtype(self, value: Any) -> torch.dtype: ...
+    def __getitem__(self, name: str) -> Any:
+        return self.call.arguments[name]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.reader.dtype(self.value)
+
+    def operand(self, name: str) -> Expression:
+        """Of a tensor that is broadcast to the result, the element behind this one; or a number."""
+        return self.reader.operand(self[name], self.index)
+
+    def in_dtype(self, found: Expression) -> Expression:
+        """As the result holds it."""
+        return of_dtype(found, self.dtype, self.reader.largest)
 
 
-_Reader = Callable[["ElementReader", Call, Value, Index], Expression]
-"""The value is what the call gives."""
+_Reader = Callable[[Reading], Expression]
 
 
 def is_non_negative(value: Any, operators: Operators) -> bool:
@@ -74,14 +90,11 @@ def largest_of(value: Value, operators: Operators) -> int:
     return min(largest, LARGEST[torch.int32]) if counts else largest
 
 
-def _converted(reader: ElementReader, value: Expression, dtype: torch.dtype) -> Expression:
-    return of_dtype(value, dtype, reader.largest)
-
-
-def _in_one_dtype(reader: ElementReader, *operands: tuple[Any, Expression]) -> list[Expression]:
-    """Operands as torch promotes them, each with its expression."""
-    stand_ins = []
-    for operand, _ in operands:
+def _operands(made: Reading) -> list[Expression]:
+    """``self`` and ``other`` of an operator, as it promotes them."""
+    reader, stand_ins = made.reader, []
+    elements = {name: made.operand(name) for name in ("self", "other")}
+    for operand in map(made.__getitem__, elements):
         if isinstance(operand, Value):
             meta = reader.operators.meta(operand)
             operand = torch.empty((1,) * meta.rank, dtype=meta.dtype, device="meta")
@@ -90,61 +103,55 @@ def _in_one_dtype(reader: ElementReader, *operands: tuple[Any, Expression]) -> l
         stand_ins.append(operand)
     dtype = torch.result_type(*stand_ins)
     return [
-        expression
-        if isinstance(operand, Value) and reader.dtype(operand) == dtype
-        else _converted(reader, expression, dtype)
-        for operand, expression in operands
+        each
+        if isinstance(made[name], Value) and reader.dtype(made[name]) == dtype
+        else of_dtype(each, dtype, reader.largest)
+        for name, each in elements.items()
     ]
 
 
-def _operands(reader: ElementReader, call: Call, index: Index) -> list[Expression]:
-    """``self`` and ``other`` of an operator, as it promotes them."""
-    pair = [call.arguments["self"], call.arguments["other"]]
-    return _in_one_dtype(reader, *((operand, reader.operand(operand, index)) for operand in pair))
-
-
-def _arange(reader: ElementReader, call: Call, value: Value, index: Index) -> Expression:
-    start, step = (number_of(call.arguments.get(name, default)) for name, default in (("start", 0), ("step", 1)))
-    if reader.dtype(value) not in INDEX_DTYPES or not (start.is_integer and step.is_integer):
+def _arange(made: Reading) -> Expression:
+    start, step = (number_of(made.call.arguments.get(name, default)) for name, default in (("start", 0), ("step", 1)))
+    if made.dtype not in INDEX_DTYPES or not (start.is_integer and step.is_integer):
         raise NotAView("arange of another dtype")
-    return start + step * index[0]
+    return start + step * made.index[0]
 
 
 def _constant(number: int) -> _Reader:
-    def read(reader: ElementReader, call: Call, value: Value, index: Index) -> Expression:
-        return of_dtype(sympy.Integer(number), reader.dtype(value))
+    def read(made: Reading) -> Expression:
+        return of_dtype(sympy.Integer(number), made.dtype)
 
     return read
 
 
 def _filled(name: str) -> _Reader:
-    def read(reader: ElementReader, call: Call, value: Value, index: Index) -> Expression:
-        if isinstance(call.arguments[name], Value):
+    def read(made: Reading) -> Expression:
+        if isinstance(made[name], Value):
             raise NotAView("filled with a tensor's value")
-        return of_dtype(number_of(call.arguments[name]), reader.dtype(value))
+        return of_dtype(number_of(made[name]), made.dtype)
 
     return read
 
 
 def _logical(combine: Callable[..., Any], of_bits: bool) -> _Reader:
-    def read(reader: ElementReader, call: Call, value: Value, index: Index) -> Expression:
-        if of_bits and reader.dtype(value) != torch.bool:
+    def read(made: Reading) -> Expression:
+        if of_bits and made.dtype != torch.bool:
             raise NotAView("bits of integers")
-        operands = (reader.operand(call.arguments[name], index) for name in ("self", "other"))
+        operands = map(made.operand, ("self", "other"))
         return combine(*map(as_boolean, operands))
 
     return read
 
 
-def _not(reader: ElementReader, call: Call, value: Value, index: Index) -> Expression:
-    if reader.dtype(value) != torch.bool:
+def _not(made: Reading) -> Expression:
+    if made.dtype != torch.bool:
         raise NotAView("bits of integers")
-    return sympy.Not(as_boolean(reader.operand(call.arguments["self"], index)))
+    return sympy.Not(as_boolean(made.operand("self")))
 
 
 def _comparison(compare: Callable[..., Any], test: Callable[[Any], bool]) -> _Reader:
-    def read(reader: ElementReader, call: Call, value: Value, index: Index) -> Expression:
-        first, second = map(as_number, _operands(reader, call, index))
+    def read(made: Reading) -> Expression:
+        first, second = map(as_number, _operands(made))
         if first.has(sympy.oo, -sympy.oo, sympy.nan) or second.has(sympy.oo, -sympy.oo, sympy.nan):
             raise NotAView("a comparison with infinity")
         if may_be_nan(first) or may_be_nan(second):  # sympy would take it for equal to itself
@@ -161,17 +168,17 @@ def _comparison(compare: Callable[..., Any], test: Callable[[Any], bool]) -> _Re
 
 
 def _arithmetic(combine: Callable[..., Any]) -> _Reader:
-    def read(reader: ElementReader, call: Call, value: Value, index: Index) -> Expression:
-        dtype = reader.dtype(value)
+    def read(made: Reading) -> Expression:
+        dtype = made.dtype
         if dtype == torch.bool:
             raise NotAView("arithmetic of booleans")
-        first, second = map(as_number, _operands(reader, call, index))
+        first, second = map(as_number, _operands(made))
         # Sympy cancels infinities that make NaN, and so do elements that nothing is known of.
         if may_be_nan(first) or may_be_nan(second):
             raise NotAView("arithmetic of floats")
         if first.has(sympy.oo, -sympy.oo, sympy.nan) or second.has(sympy.oo, -sympy.oo, sympy.nan):
             first, second = (_kept_apart(each) for each in (first, second))
-        return _converted(reader, combine(first, second), dtype)
+        return made.in_dtype(combine(first, second))
 
     return read
 
@@ -182,117 +189,117 @@ def _kept_apart(value: Expression) -> Expression:
     return value
 
 
-def _sum(reader: ElementReader, call: Call, value: Value, index: Index) -> Expression:
+def _sum(made: Reading) -> Expression:
     """Masks that are added to each other: choices between numbers, which may be infinite."""
-    dtype = reader.dtype(value)
-    if dtype.is_floating_point and call.arguments["alpha"] == 1:
-        first, second = map(as_number, _operands(reader, call, index))
+    dtype = made.dtype
+    if dtype.is_floating_point and made["alpha"] == 1:
+        first, second = map(as_number, _operands(made))
         if is_selected_constant(first) and is_selected_constant(second):
-            return _converted(reader, sympy.Add(first, second, evaluate=False), dtype)
-    alpha = number_of(call.arguments["alpha"])
-    return _arithmetic(lambda a, b: a + alpha * b)(reader, call, value, index)
+            return made.in_dtype(sympy.Add(first, second, evaluate=False))
+    alpha = number_of(made["alpha"])
+    return _arithmetic(lambda a, b: a + alpha * b)(made)
 
 
-def _multiply(reader: ElementReader, call: Call, value: Value, index: Index) -> Expression:
-    dtype = reader.dtype(value)
-    first, second = (reader.operand(call.arguments[name], index) for name in ("self", "other"))
+def _multiply(made: Reading) -> Expression:
+    dtype = made.dtype
+    first, second = map(made.operand, ("self", "other"))
     if dtype == torch.bool:
         return sympy.And(as_boolean(first), as_boolean(second))
     if dtype.is_floating_point:
-        first, second = map(as_number, _operands(reader, call, index))
+        first, second = map(as_number, _operands(made))
         if is_selected_constant(first) and is_selected_constant(second):
-            return _converted(reader, sympy.Mul(first, second, evaluate=False), dtype)
-    return _arithmetic(lambda a, b: a * b)(reader, call, value, index)
+            return made.in_dtype(sympy.Mul(first, second, evaluate=False))
+    return _arithmetic(lambda a, b: a * b)(made)
 
 
-def _divide(reader: ElementReader, call: Call, value: Value, index: Index) -> Expression:
-    is_floored = call.operator is aten.floor_divide or call.arguments.get("rounding_mode") == "floor"
-    first, second = map(as_number, _operands(reader, call, index))
-    if not is_floored or reader.dtype(value) not in INDEX_DTYPES or not second.is_positive:
+def _divide(made: Reading) -> Expression:
+    is_floored = made.call.operator is aten.floor_divide or made.call.arguments.get("rounding_mode") == "floor"
+    first, second = map(as_number, _operands(made))
+    if not is_floored or made.dtype not in INDEX_DTYPES or not second.is_positive:
         raise NotAView("a division")
-    return _converted(reader, sympy.floor(first / second), reader.dtype(value))
+    return made.in_dtype(sympy.floor(first / second))
 
 
 def _unary(combine: Callable[[Any], Any]) -> _Reader:
-    def read(reader: ElementReader, call: Call, value: Value, index: Index) -> Expression:
-        operand = reader.operand(call.arguments["self"], index)
-        return _converted(reader, combine(as_number(operand)), reader.dtype(value))
+    def read(made: Reading) -> Expression:
+        operand = made.operand("self")
+        return made.in_dtype(combine(as_number(operand)))
 
     return read
 
 
-def _convert(reader: ElementReader, call: Call, value: Value, index: Index) -> Expression:
-    return _converted(reader, reader.operand(call.arguments["self"], index), reader.dtype(value))
+def _convert(made: Reading) -> Expression:
+    return made.in_dtype(made.operand("self"))
 
 
-def _where(reader: ElementReader, call: Call, value: Value, index: Index) -> Expression:
-    if "other" not in call.arguments:
+def _where(made: Reading) -> Expression:
+    if "other" not in made.call.arguments:
         raise NotAView("where of one operand")
-    condition = as_boolean(reader.operand(call.arguments["condition"], index))
-    chosen = (reader.operand(call.arguments[name], index) for name in ("self", "other"))
-    return _selected(reader, value, condition, *chosen)
+    condition = as_boolean(made.operand("condition"))
+    chosen = map(made.operand, ("self", "other"))
+    return _selected(made, condition, *chosen)
 
 
-def _selected(
-    reader: ElementReader, value: Value, condition: Any, if_true: Expression, if_false: Expression
-) -> Expression:
-    dtype = reader.dtype(value)
+def _selected(made: Reading, condition: Any, if_true: Expression, if_false: Expression) -> Expression:
+    dtype = made.dtype
     if dtype == torch.bool:
         if_true, if_false = as_boolean(if_true), as_boolean(if_false)
         return sympy.Or(sympy.And(condition, if_true), sympy.And(sympy.Not(condition), if_false))
-    return _converted(reader, select(condition, as_number(if_true), as_number(if_false)), dtype)
+    return made.in_dtype(select(condition, as_number(if_true), as_number(if_false)))
 
 
-def _one_hot(reader: ElementReader, call: Call, value: Value, index: Index) -> Expression:
-    return as_number(sympy.Eq(as_number(reader.operand(call.arguments["self"], index[:-1])), index[-1]))
+def _one_hot(made: Reading) -> Expression:
+    return as_number(sympy.Eq(as_number(made.reader.operand(made["self"], made.index[:-1])), made.index[-1]))
 
 
 def _triangle(keeps: Callable[[Any, Any, Any], Any]) -> _Reader:
-    def read(reader: ElementReader, call: Call, value: Value, index: Index) -> Expression:
-        kept = keeps(index[-2], index[-1], number_of(call.arguments["diagonal"]))
-        zero = sympy.false if reader.dtype(value) == torch.bool else sympy.Integer(0)
-        return _selected(reader, value, kept, reader.operand(call.arguments["self"], index), zero)
+    def read(made: Reading) -> Expression:
+        kept = keeps(*made.index[-2:], number_of(made["diagonal"]))
+        zero = sympy.false if made.dtype == torch.bool else sympy.Integer(0)
+        return _selected(made, kept, made.operand("self"), zero)
 
     return read
 
 
-def _difference(reader: ElementReader, call: Call, value: Value, index: Index) -> Expression:
+def _difference(made: Reading) -> Expression:
     """``torch.diff`` with nothing, or one element, in front."""
-    source, before = call.arguments["self"], call.arguments["prepend"]
-    dim, dtype = call.arguments["dim"] % len(index), reader.dtype(value)
-    if call.arguments["n"] != 1 or call.arguments["append"] is not None or dtype not in INDEX_DTYPES:
+    source, before = made["self"], made["prepend"]
+    index, reader = made.index, made.reader
+    dim, dtype = made["dim"] % len(index), made.dtype
+    if made["n"] != 1 or made["append"] is not None or dtype not in INDEX_DTYPES:
         raise NotAView("another form of diff")
 
     def at(value: Value, where: Any) -> Any:
         element = as_number(reader.read(value, (*index[:dim], sympy.sympify(where), *index[dim + 1 :])))
-        return _converted(reader, element, dtype)
+        return made.in_dtype(element)
 
     here = index[dim]
     if before is None:
-        return _converted(reader, at(source, here + 1) - at(source, here), dtype)
+        return made.in_dtype(at(source, here + 1) - at(source, here))
     if reader.shape(before)[dim] != 1:
         raise NotAView("diff with more than one element in front")
-    first = _converted(reader, at(source, 0) - at(before, 0), dtype)
+    first = made.in_dtype(at(source, 0) - at(before, 0))
     if here.is_zero:
         return first
-    step = _converted(reader, at(source, here) - at(source, here - 1), dtype)
+    step = made.in_dtype(at(source, here) - at(source, here - 1))
     return step if here.is_positive else select(sympy.Eq(here, 0), first, step)
 
 
-def _cumsum(reader: ElementReader, call: Call, value: Value, index: Index) -> Expression:
+def _cumsum(made: Reading) -> Expression:
     """Nothing but zeros adds up to zero; any other sum stays a leaf."""
+    index = made.index
     if not index:
         raise NotAView("a sum of one number")
-    dim = call.arguments["dim"] % len(index)
+    dim = made["dim"] % len(index)
     anywhere = sympy.Dummy("anywhere", integer=True, nonnegative=True)
-    if as_number(reader.operand(call.arguments["self"], (*index[:dim], anywhere, *index[dim + 1 :]))) != 0:
+    if as_number(made.reader.operand(made["self"], (*index[:dim], anywhere, *index[dim + 1 :]))) != 0:
         raise NotAView("a sum")
     return sympy.Integer(0)
 
 
-def _gather(reader: ElementReader, call: Call, value: Value, index: Index) -> Expression:
+def _gather(made: Reading) -> Expression:
     """``x[i, j, ...]`` with integer index tensors for the first dimensions."""
-    source, items = call.arguments["self"], call.arguments["indices"]
+    source, items, index, reader = made["self"], made["indices"], made.index, made.reader
     if not all(isinstance(item, Value) and reader.dtype(item) in INDEX_DTYPES for item in items):
         raise NotAView("indices of several kinds")
     rest = len(reader.shape(source)) - len(items)

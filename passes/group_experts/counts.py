@@ -14,8 +14,8 @@ from torch import fx
 
 from glue_compiler.fx.effects import Effects, Kind
 from glue_compiler.fx.index_expressions import IndexReader, Unreadable
-from glue_compiler.fx.index_numbers import as_number, of_dtype
-from glue_compiler.fx.index_operators import READERS, ElementReader
+from glue_compiler.fx.index_numbers import as_number
+from glue_compiler.fx.index_operators import READERS, Reading
 from glue_compiler.fx.index_views import Index, NotAView
 from glue_compiler.fx.operators import Call, Operators, Value
 from glue_compiler.fx.reachable import reachable
@@ -29,30 +29,32 @@ COUNT_DTYPES = (torch.int32, torch.int64, torch.float32, torch.float64)
 """They hold every number of rows that a batch can have."""
 
 
-def _running_sum(reader: ElementReader, call: Call, value: Value, index: Index) -> Any:
-    if len(index) != 1 or not index[0].is_Integer:
+def _running_sum(made: Reading) -> Any:
+    if len(made.index) != 1 or not made.index[0].is_Integer:
         raise NotAView("a sum along an unknown place")
-    before = [reader.read(value, (sympy.Integer(at),)) for at in range(index[0])]  # each from the one before
-    last = as_number(reader.operand(call.arguments["self"], index))
-    return of_dtype(last + before[-1] if before else last, reader.dtype(value), reader.largest)
+    places = range(made.index[0])
+    before = [made.reader.read(made.value, (sympy.Integer(at),)) for at in places]  # each from the one before
+    last = as_number(made.operand("self"))
+    return made.in_dtype(last + before[-1] if before else last)
 
 
-def _joined(reader: ElementReader, call: Call, value: Value, index: Index) -> Any:
-    at = index[0]
-    for part in call.arguments["tensors"] if len(index) == 1 and at.is_Integer else ():
-        size = reader.shape(part)[0]
+def _joined(made: Reading) -> Any:
+    at = made.index[0]
+    for part in made["tensors"] if len(made.index) == 1 and at.is_Integer else ():
+        size = made.reader.shape(part)[0]
         if not isinstance(size, int):
             break
         if at < size:
-            return reader.read(part, (at,))
+            return made.reader.read(part, (at,))
         at -= size
     raise NotAView("an item at an unknown place")
 
 
-def _padded(reader: ElementReader, call: Call, value: Value, index: Index) -> Any:
-    if call.arguments["pad"] != (1, 0) or call.arguments["value"] != 0 or len(index) != 1 or not index[0].is_Integer:
+def _padded(made: Reading) -> Any:
+    if made["pad"] != (1, 0) or made["value"] != 0 or len(made.index) != 1 or not made.index[0].is_Integer:
         raise NotAView("another form of pad")
-    return reader.read(call.arguments["self"], (index[0] - 1,)) if index[0] else index[0]
+    (at,) = made.index
+    return made.reader.read(made["self"], (at - 1,)) if at else at
 
 
 class _Reader(IndexReader):
