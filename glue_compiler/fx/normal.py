@@ -17,6 +17,8 @@ import torch
 aten = torch.ops.aten
 
 Arguments = Mapping[str, Any]
+Form = tuple[Any, Arguments]
+"""An overload, and what it is called with."""
 
 
 @functools.cache
@@ -31,7 +33,7 @@ def functional(overload: Any) -> Any | None:
     return found if names[0] == names[1] else None
 
 
-def normal(overload: Any, arguments: Arguments, result: Any) -> tuple[Any, Arguments]:
+def normal(overload: Any, arguments: Arguments, result: Any) -> Form:
     """A call in normal form. ``result``: the :class:`Meta` of its first result, if that is a tensor."""
     found = functional(overload) or overload
     rule = _RULES.get(found.overloadpacket)
@@ -42,7 +44,7 @@ def normal(overload: Any, arguments: Arguments, result: Any) -> tuple[Any, Argum
 LISTS = (aten.unbind, aten.split, aten.split_with_sizes)
 
 
-def taken(packet: Any, given: Arguments, item: int, result: Any) -> tuple[Any, Arguments]:
+def taken(packet: Any, given: Arguments, item: int, result: Any) -> Form:
     """The call that makes one item of what one of ``LISTS`` gives: ``unbind`` selects, ``split`` slices."""
     if packet is aten.unbind:
         return aten.select.int, {**given, "index": item}
@@ -52,7 +54,7 @@ def taken(packet: Any, given: Arguments, item: int, result: Any) -> tuple[Any, A
     return aten.slice.Tensor, {"self": given["self"], **place}
 
 
-_Rule = Callable[[Any, Arguments, Any], tuple[Any, Arguments] | None]
+_Rule = Callable[[Any, Arguments, Any], Form | None]
 
 
 def _is_number(value: Any) -> bool:
@@ -62,7 +64,7 @@ def _is_number(value: Any) -> bool:
 def _tensor_first(mirrored: Any) -> _Rule:
     """``3 < x`` is ``x > 3``."""
 
-    def rule(overload: Any, given: Arguments, result: Any) -> tuple[Any, Arguments] | None:
+    def rule(overload: Any, given: Arguments, result: Any) -> Form | None:
         if not _is_number(given.get("self")) or given.get("alpha", 1) != 1:
             return None
         return mirrored.Tensor, {**given, "self": given["other"], "other": given["self"]}
@@ -70,7 +72,7 @@ def _tensor_first(mirrored: Any) -> _Rule:
     return rule
 
 
-def _difference(overload: Any, given: Arguments, result: Any) -> tuple[Any, Arguments]:
+def _difference(overload: Any, given: Arguments, result: Any) -> Form:
     """``x - y`` is ``x + (-1) * y``, and ``x - 1`` is ``x + (-1)``."""
     first, second, alpha = given["self"], given["other"], given["alpha"]
     if overload.overloadpacket is aten.rsub:
@@ -79,7 +81,7 @@ def _difference(overload: Any, given: Arguments, result: Any) -> tuple[Any, Argu
     return aten.add.Tensor, {"self": first, **negated}
 
 
-def _quotient(overload: Any, given: Arguments, result: Any) -> tuple[Any, Arguments] | None:
+def _quotient(overload: Any, given: Arguments, result: Any) -> Form | None:
     """By a number, and not rounded: the product with its inverse."""
     divisor = given["other"]
     if not _is_number(divisor) or not divisor or not math.isfinite(divisor) or given.get("rounding_mode") is not None:
@@ -87,11 +89,11 @@ def _quotient(overload: Any, given: Arguments, result: Any) -> tuple[Any, Argume
     return aten.mul.Tensor, {"self": given["self"], "other": 1 / divisor}
 
 
-def _filled(overload: Any, given: Arguments, result: Any) -> tuple[Any, Arguments]:
+def _filled(overload: Any, given: Arguments, result: Any) -> Form:
     return aten.where.self, {"condition": given["mask"], "self": given["value"], "other": given["self"]}
 
 
-def _permuted(overload: Any, given: Arguments, result: Any) -> tuple[Any, Arguments]:
+def _permuted(overload: Any, given: Arguments, result: Any) -> Form:
     dims = list(range(result.rank))
     if dims[1:]:
         one, other = given.get("dim0", 0), given.get("dim1", 1)
@@ -99,18 +101,18 @@ def _permuted(overload: Any, given: Arguments, result: Any) -> tuple[Any, Argume
     return aten.permute.default, {"self": given["self"], "dims": tuple(dims)}
 
 
-def _reshaped(overload: Any, given: Arguments, result: Any) -> tuple[Any, Arguments] | None:
+def _reshaped(overload: Any, given: Arguments, result: Any) -> Form | None:
     if overload is aten.view.dtype:
         return None
     return aten.view.default, {"self": given["self"], "size": result.shape}
 
 
-def _product(overload: Any, given: Arguments, result: Any) -> tuple[Any, Arguments] | None:
+def _product(overload: Any, given: Arguments, result: Any) -> Form | None:
     return (aten.matmul.default, {"self": given["self"], "other": given["mat2"]}) if "out_dtype" not in given else None
 
 
 def _softmax(to: Any) -> _Rule:
-    def rule(overload: Any, given: Arguments, result: Any) -> tuple[Any, Arguments]:
+    def rule(overload: Any, given: Arguments, result: Any) -> Form:
         return to, {
             "self": given["self"],
             "dim": given["dim"],

@@ -44,10 +44,20 @@ class RowStep:
 
 @dataclass(frozen=True)
 class Rows:
-    """The shape of a tensor, of which dimension ``classes`` holds the classes."""
+    """What ``call`` reads: a tensor of ``shape``, of which dimension ``classes`` holds the classes.
 
+    Attributes:
+        result: the shape of what the call gives, or of its item ``leaf``.
+    """
+
+    call: Call
     shape: tuple[Any, ...]
     classes: int
+    result: tuple[Any, ...]
+    leaf: int
+
+    def __getitem__(self, name: str) -> Any:
+        return self.call.arguments[name]
 
     def dim(self, dim: int) -> int:
         """Which of the rows a dimension is."""
@@ -72,102 +82,100 @@ def row_step(call: Call, classes: int, value: Value, operators: Operators) -> Fo
     read = _READERS.get(call.operator)
     if read is None:
         return None
-    rows = Rows(operators.meta(call.arguments["self"]).shape, classes)
-    result = operators.meta(value)
-    source = operators.meta(call.arguments["self"])
+    source, result = operators.meta(call.arguments["self"]), operators.meta(value)
     if (result.dtype, result.device) != (source.dtype, source.device):
         raise NotALoss("it is read as other bits")
     if unbacked_symbols(result.shape) - unbacked_symbols(source.shape):
         raise NotALoss("how many of its rows are taken is only known when the graph runs")
-    return read(call, rows, result.shape, value.leaf)
+    return read(Rows(call, source.shape, classes, result.shape, value.leaf))
 
 
-def _same(call: Call, rows: Rows, result: tuple[Any, ...], leaf: int) -> Found:
+def _same(rows: Rows) -> Found:
     return None, rows.classes
 
 
-def _expand(call: Call, rows: Rows, result: tuple[Any, ...], leaf: int) -> Found:
-    if result != rows.shape:
+def _expand(rows: Rows) -> Found:
+    if rows.result != rows.shape:
         raise NotALoss("its rows are repeated")
     return None, rows.classes
 
 
-def _slice(call: Call, rows: Rows, result: tuple[Any, ...], leaf: int) -> Found:
-    if result == rows.shape and call.arguments["step"] == 1:
+def _slice(rows: Rows) -> Found:
+    if rows.result == rows.shape and rows["step"] == 1:
         return None, rows.classes
-    dim = rows.dim(call.arguments["dim"])
-    start, end, step = (call.arguments[name] for name in ("start", "end", "step"))
+    dim = rows.dim(rows["dim"])
+    start, end, step = (rows[name] for name in ("start", "end", "step"))
     return RowStep("call", (dim, start, end, step), aten.slice.Tensor), rows.classes
 
 
-def _select(call: Call, rows: Rows, result: tuple[Any, ...], leaf: int) -> Found:
-    dim = call.arguments["dim"] % len(rows.shape)
-    step = RowStep("call", (rows.dim(dim), call.arguments["index"]), aten.select.int)
+def _select(rows: Rows) -> Found:
+    dim = rows["dim"] % len(rows.shape)
+    step = RowStep("call", (rows.dim(dim), rows["index"]), aten.select.int)
     return step, rows.classes - (dim < rows.classes)
 
 
-def _unsqueeze(call: Call, rows: Rows, result: tuple[Any, ...], leaf: int) -> Found:
-    dim = call.arguments["dim"] % len(result)
+def _unsqueeze(rows: Rows) -> Found:
+    dim = rows["dim"] % len(rows.result)
     step = RowStep("call", (dim - (dim > rows.classes),), aten.unsqueeze.default)
     return step, rows.classes + (dim <= rows.classes)
 
 
-def _squeeze(call: Call, rows: Rows, result: tuple[Any, ...], leaf: int) -> Found:
-    rank, given = len(rows.shape), call.arguments.get("dim")
+def _squeeze(rows: Rows) -> Found:
+    rank, given = len(rows.shape), rows.call.arguments.get("dim")
     dims = range(rank) if given is None else given if isinstance(given, tuple) else (given,)
     dropped = sorted({dim % rank for dim in dims if rows.shape[dim % rank] == 1})
-    if rank - len(dropped) != len(result):
+    if rank - len(dropped) != len(rows.result):
         raise NotALoss("sizes of one that are not known to be that are dropped")
     step = RowStep("call", (tuple(rows.dim(dim) for dim in dropped),), aten.squeeze.dims)
     return (step if dropped else None), rows.classes - sum(dim < rows.classes for dim in dropped)
 
 
-def _permute(call: Call, rows: Rows, result: tuple[Any, ...], leaf: int) -> Found:
+def _permute(rows: Rows) -> Found:
     rank = len(rows.shape)
-    dims = [dim % rank for dim in call.arguments["dims"]]
+    dims = [dim % rank for dim in rows["dims"]]
     kept = tuple(rows.dim(dim) for dim in dims if dim != rows.classes)
     step = None if kept == tuple(range(rank - 1)) else RowStep("permute", kept)
     return step, dims.index(rows.classes)
 
 
-def _reshape(call: Call, rows: Rows, result: tuple[Any, ...], leaf: int) -> Found:
-    if result == rows.shape:
+def _reshape(rows: Rows) -> Found:
+    if rows.result == rows.shape:
         return None, rows.classes
-    if rows.classes != len(rows.shape) - 1 or not result or result[-1] != rows.shape[-1]:
+    if rows.classes != len(rows.shape) - 1 or not rows.result or rows.result[-1] != rows.shape[-1]:
         raise NotALoss("its classes are not the last dimension before and after a reshape")
-    return RowStep("reshape", result[:-1]), len(result) - 1
+    return RowStep("reshape", rows.result[:-1]), len(rows.result) - 1
 
 
-def _index(call: Call, rows: Rows, result: tuple[Any, ...], leaf: int) -> Found:
-    indices = call.arguments["indices"]
+def _index(rows: Rows) -> Found:
+    indices = rows["indices"]
     if rows.classes != len(rows.shape) - 1 or len(indices) > rows.classes:
         raise NotALoss("some of its classes are taken by an index")
-    return RowStep("call", (indices,), aten.index.Tensor), len(result) - 1
+    return RowStep("call", (indices,), aten.index.Tensor), len(rows.result) - 1
 
 
-def _index_select(call: Call, rows: Rows, result: tuple[Any, ...], leaf: int) -> Found:
-    step = RowStep("call", (rows.dim(call.arguments["dim"]), call.arguments["index"]), aten.index_select.default)
+def _index_select(rows: Rows) -> Found:
+    step = RowStep("call", (rows.dim(rows["dim"]), rows["index"]), aten.index_select.default)
     return step, rows.classes
 
 
-def _put_rows(call: Call, rows: Rows, result: tuple[Any, ...], leaf: int) -> Found:
+def _put_rows(rows: Rows) -> Found:
     if not rows.classes:
         raise NotALoss("its classes are in the dimension of rows that are put back")
-    arguments = tuple(call.arguments[name] for name in ("rows", "numbers", "seen"))
+    arguments = tuple(rows[name] for name in ("rows", "numbers", "seen"))
     return RowStep("call", arguments, PUT_ROWS), rows.classes
 
 
 def _parts(*names: str) -> Any:
-    def read(call: Call, rows: Rows, result: tuple[Any, ...], leaf: int) -> Found:
-        dim = call.arguments["dim"] % len(rows.shape)
-        arguments = (*(call.arguments[name] for name in names), rows.dim(dim))
-        lost = len(rows.shape) - len(result)
-        return RowStep("call", arguments, call.overload, leaf), rows.classes - (dim < rows.classes) * lost
+    def read(rows: Rows) -> Found:
+        dim = rows["dim"] % len(rows.shape)
+        arguments = (*(rows[name] for name in names), rows.dim(dim))
+        lost = len(rows.shape) - len(rows.result)
+        return RowStep("call", arguments, rows.call.overload, rows.leaf), rows.classes - (dim < rows.classes) * lost
 
     return read
 
 
-_READERS: dict[Any, Callable[[Call, Rows, tuple[Any, ...], int], Found]] = {
+_READERS: dict[Any, Callable[[Rows], Found]] = {
     **dict.fromkeys((aten.alias, aten.clone, aten.detach, aten.lift_fresh), _same),
     aten.expand: _expand,
     aten.slice: _slice,
