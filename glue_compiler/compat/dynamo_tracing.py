@@ -19,6 +19,8 @@ from glue_compiler.compat.parts import ANY, Feature, Uses
 from glue_compiler.compat.tracing_observer import TracedInstruction as TracedInstruction
 from glue_compiler.compat.tracing_observer import TracingObserver as TracingObserver
 
+Function = Callable[..., Any]
+
 TRACING = Feature(
     "tracing of loops over experts and of branches on integer inputs",
     {
@@ -178,7 +180,7 @@ def _uninstall() -> None:
         setattr(owner, name, original)
 
 
-def _unpack(original: Callable[..., Any]) -> Callable[..., Any]:
+def _unpack(original: Function) -> Function:
     def unpack_var_sequence(self: Any, tx: Any, idxes: Any = None) -> Any:
         if idxes is None:
             for observer in _observers.now:
@@ -190,7 +192,7 @@ def _unpack(original: Callable[..., Any]) -> Callable[..., Any]:
     return unpack_var_sequence
 
 
-def _range(original: Callable[..., Any]) -> Callable[..., Any]:
+def _range(original: Function) -> Function:
     from torch._dynamo.variables.constant import ConstantVariable
     from torch._dynamo.variables.tensor import SymNodeVariable
 
@@ -210,7 +212,7 @@ def _range(original: Callable[..., Any]) -> Callable[..., Any]:
     return call_function
 
 
-def _ask(original: Callable[..., Any]) -> Callable[..., Any]:
+def _ask(original: Function) -> Function:
     def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
         if name != "requires_grad_":
             return original(self, tx, name, args, kwargs)
@@ -227,7 +229,7 @@ def _ask(original: Callable[..., Any]) -> Callable[..., Any]:
     return call_method
 
 
-def _step(original: Callable[..., Any]) -> Callable[..., Any]:
+def _step(original: Function) -> Function:
     from torch._dynamo.variables.constant import ConstantVariable
     from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 
@@ -270,7 +272,7 @@ def _step(original: Callable[..., Any]) -> Callable[..., Any]:
 _BRANCHES = {name for name in dis.opmap if name.startswith("POP_JUMP") and name.endswith(("_TRUE", "_FALSE"))}
 
 
-def _evaluate(original: Callable[..., Any]) -> Callable[..., Any]:
+def _evaluate(original: Function) -> Function:
     def evaluate_expr(self: Any, output_graph: Any = None) -> Any:
         if _observers.now and output_graph is not None and isinstance(self.sym_num, torch.SymBool):
             value = _decided(output_graph.current_tx, None, self)
@@ -293,7 +295,7 @@ def _decided(frame: Any, at: int | None, condition: Any) -> bool | None:
     return None
 
 
-def _born(original: Callable[..., Any]) -> Callable[..., Any]:
+def _born(original: Function) -> Function:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         for observer in _observers.now:
@@ -302,7 +304,7 @@ def _born(original: Callable[..., Any]) -> Callable[..., Any]:
     return __init__
 
 
-def _create(original: Callable[..., Any]) -> Callable[..., Any]:
+def _create(original: Function) -> Function:
     def create_proxy(self: Any, *args: Any, **kwargs: Any) -> Any:
         proxy = original(self, *args, **kwargs)
         if _observers.now:
@@ -316,7 +318,7 @@ def _create(original: Callable[..., Any]) -> Callable[..., Any]:
     return create_proxy
 
 
-def _compile(original: Callable[..., Any]) -> Callable[..., Any]:
+def _compile(original: Function) -> Function:
     def compile_subgraph(self: Any, tx: Any, reason: Any, *args: Any, **kwargs: Any) -> Any:
         if reason.graph_break:
             for observer in _observers.now:
@@ -339,7 +341,7 @@ def _bodies_of(tracer: Any) -> list[Any]:
     return bodies_of
 
 
-def _enter(original: Callable[..., Any]) -> Callable[..., Any]:
+def _enter(original: Function) -> Function:
     from torch._dynamo.exc import unimplemented
 
     def enter(self: Any, tx: Any) -> Any:
@@ -353,7 +355,7 @@ def _enter(original: Callable[..., Any]) -> Callable[..., Any]:
     return enter
 
 
-def _inline(original: Callable[..., Any]) -> Callable[..., Any]:
+def _inline(original: Function) -> Function:
     def inline_user_function_return(self: Any, *given: Any, **named: Any) -> Any:
         return (told if _observers.called else original)(self, *given, **named)
 
@@ -375,7 +377,7 @@ def _inline(original: Callable[..., Any]) -> Callable[..., Any]:
     return inline_user_function_return
 
 
-def _leave(original: Callable[..., Any]) -> Callable[..., Any]:
+def _leave(original: Function) -> Function:
     def step_graph_break(self: Any, *given: Any, **named: Any) -> Any:
         tails = [observer.leaves(self) for observer in _observers.called]
         result = original(self, *given, **named)

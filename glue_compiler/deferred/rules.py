@@ -15,6 +15,8 @@ from glue_compiler.deferred.head import Elementwise, Head
 from glue_compiler.deferred.values import Geometry, Given, Memory, View
 
 aten = torch.ops.aten
+Args = tuple[Any, ...]
+Kwargs = Mapping[str, Any]
 
 
 class Kind(enum.IntEnum):
@@ -63,7 +65,7 @@ def _use(alias: Any) -> Kind:
     return Kind.WRITE if alias.is_write else Kind.VIEW
 
 
-def apply(view: View, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def apply(view: View, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """What ``func(logits, *args, **kwargs)`` gives: a :class:`View` for logits that stay deferred, a list of them, or
     plain results; NotImplemented if it takes all values.
     """
@@ -76,7 +78,7 @@ def apply(view: View, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any
         return rule(view, func, args, kwargs)
 
 
-def _view(view: View, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _view(view: View, func: Any, args: Args, kwargs: Kwargs) -> Any:
     shadows = func(view.shadow(), *args, **kwargs)
     if isinstance(shadows, Tensor):
         return _part(view, shadows)
@@ -94,7 +96,7 @@ def _part(view: View, shadow: Tensor) -> Any:
     return NotImplemented if rows is None else View(memory, geometry, rows)
 
 
-def _copy(view: View, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _copy(view: View, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """``clone`` and ``_to_copy``: logits of their own, of the same rows."""
     memory = view.memory
     options = dict(kwargs)
@@ -111,7 +113,7 @@ def _copy(view: View, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any
     return View.whole(memory.derived(head, view.rows()))
 
 
-def _pick(view: View, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _pick(view: View, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """``index`` and ``index_select`` of rows: logits of their own."""
     memory, lead = view.memory, len(view.geometry.size) - 1
     if view.is_computed or not memory.order.is_here():
@@ -136,7 +138,7 @@ def _indexed_dimensions(index: Tensor | None) -> int:
     return index.dim() if index is not None and index.dtype in (torch.bool, torch.uint8) else 1
 
 
-def _reduce(view: View, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _reduce(view: View, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """The largest or smallest of each row."""
     names = [argument.name for argument in func._schema.arguments[1:]]
     arguments = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -155,12 +157,12 @@ def _reduce(view: View, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, A
     return tuple(results) if len(results) > 1 else results[0]
 
 
-def _new(view: View, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _new(view: View, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """``new_zeros`` and its like read no number."""
     return func(_empty(view.memory), *args, **kwargs)
 
 
-def _like(view: View, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _like(view: View, func: Any, args: Args, kwargs: Kwargs) -> Any:
     if kwargs.get("memory_format") not in (None, torch.preserve_format, torch.contiguous_format):
         return NotImplemented
     if not torch.empty_like(view.shadow()).is_contiguous():
@@ -173,12 +175,12 @@ def _empty(memory: Memory) -> Tensor:
     return torch.empty((), dtype=memory.dtype, device=memory.device)
 
 
-def _nothing(view: View, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _nothing(view: View, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """``record_stream``: there is no memory yet, and what there will be knows its streams."""
     return None
 
 
-_Rule = Callable[[View, Any, tuple[Any, ...], Mapping[str, Any]], Any]
+_Rule = Callable[[View, Any, Args, Kwargs], Any]
 _RULES: dict[Any, _Rule] = {
     **dict.fromkeys((aten.clone.default, aten._to_copy.default), _copy),
     **dict.fromkeys((aten.index.Tensor, aten.index_select.default), _pick),
