@@ -13,12 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from glue_compiler.ops.kernel_support import runs_triton, with_dense_rows
+from glue_compiler.ops.kernel_support import accumulator_dtype, runs_triton, with_dense_rows
 from glue_compiler.ops.opaque import opaque
-
-
-def _accumulator(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _check(
@@ -64,7 +60,7 @@ def expert_gather(
         return expert_rows_triton.gather(with_dense_rows(tokens), inverse, offsets, top_k, _flat(weights))
     rows = tokens[order.long() // top_k]
     if weights is not None:
-        work = _accumulator(tokens.dtype)
+        work = accumulator_dtype(tokens.dtype)
         rows = (rows.to(work) * weights.reshape(-1)[order.long()].to(work).unsqueeze(1)).to(tokens.dtype)
     return torch.where(_owned(order, offsets).unsqueeze(1), rows, 0)
 
@@ -110,7 +106,7 @@ def expert_combine(
         from glue_compiler.ops import expert_rows_triton
 
         return expert_rows_triton.combine(with_dense_rows(rows), inverse, offsets, top_k, _flat(weights), out_dtype)
-    work = _accumulator(rows.dtype)
+    work = accumulator_dtype(rows.dtype)
     by_slot = torch.where(_owned(order, offsets).unsqueeze(1), rows, 0).to(work)[inverse.long()]
     if weights is not None:
         by_slot = by_slot * weights.reshape(-1, 1).to(work)
@@ -148,7 +144,7 @@ def expert_dot(
         return expert_rows_triton.dot(
             with_dense_rows(rows), with_dense_rows(tokens), inverse, offsets, top_k, out_dtype
         )
-    work = _accumulator(rows.dtype)
+    work = accumulator_dtype(rows.dtype)
     by_slot = rows.to(work)[inverse.long()].view(-1, top_k, rows.shape[1])
     products = (by_slot * tokens.to(work).unsqueeze(1)).sum(-1)
     return torch.where((inverse < offsets[-1]).view(-1, top_k), products, 0).to(out_dtype)

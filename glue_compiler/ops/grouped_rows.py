@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from glue_compiler.ops.kernel_support import runs_triton, with_dense_rows
+from glue_compiler.ops.kernel_support import accumulator_dtype, runs_triton, with_dense_rows
 from glue_compiler.ops.opaque import opaque
 
 
@@ -30,7 +30,7 @@ def grouped_sum(rows: Tensor, offsets: Tensor) -> Tensor:
         from glue_compiler.ops import grouped_rows_triton
 
         return grouped_rows_triton.sum_rows(with_dense_rows(rows), offsets)
-    work = torch.float64 if rows.dtype == torch.float64 else torch.float32
+    work = accumulator_dtype(rows.dtype)
     out = rows.new_zeros(offsets.shape[0], rows.shape[1])
     start = 0
     for expert, end in enumerate(offsets.tolist()):

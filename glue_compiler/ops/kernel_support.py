@@ -40,6 +40,11 @@ def next_power_of_two(number: int) -> int:
     return 1 << max(number - 1, 0).bit_length()
 
 
+def accumulator_dtype(*dtypes: torch.dtype) -> torch.dtype:
+    """float64 where one of the dtypes is, else float32."""
+    return torch.float64 if torch.float64 in dtypes else torch.float32
+
+
 def with_dense_rows(tensor: Tensor) -> Tensor:
     """``tensor`` if its last dimension is contiguous, else a contiguous copy (an expanded gradient, a transpose)."""
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()

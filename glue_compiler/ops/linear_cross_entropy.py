@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from glue_compiler.ops.counted_rows import counted_rows
-from glue_compiler.ops.linear_logits import LinearLogits, OperandGradients, accumulator_dtype, logits_dtype
+from glue_compiler.ops.kernel_support import accumulator_dtype
+from glue_compiler.ops.linear_logits import LinearLogits, OperandGradients, logits_dtype
 from glue_compiler.ops.opaque import opaque
 from glue_compiler.ops.row_losses import CrossEntropy, Scores
 
@@ -60,9 +61,9 @@ def linear_cross_entropy(
         IndexError: on a CPU, a target outside of ``[0, V)`` that is not ``ignore_index``; on CUDA the device asserts.
     """
     _check(rows, weights, bias, target, class_weight, reduction, needs_grad)
-    problem = _Problem(rows, weights, bias, target, class_weight, reduction, ignore_index, label_smoothing)
-    wanted = needs_grad if _forward_makes_gradients(rows, bias) else [False] * len(needs_grad)
-    return problem.solve(scale, softcap, dtype, wanted, wants_predictions, None)
+    settings = (reduction, ignore_index, label_smoothing, scale, softcap, dtype)
+    made = _made_in_forward(rows, bias, needs_grad)
+    return _solved(rows, weights, bias, target, class_weight, *settings, made, wants_predictions, None)
 
 
 @linear_cross_entropy.register_fake
@@ -71,10 +72,9 @@ def _(  # type: ignore[no-untyped-def]
     needs_grad, wants_predictions,
 ):  # fmt: skip
     _check(rows, weights, bias, target, class_weight, reduction, needs_grad)
-    wanted = needs_grad if _forward_makes_gradients(rows, bias) else [False] * len(needs_grad)
     loss = rows[0].new_empty((), dtype=dtype)
     predictions = target.new_empty(rows[0].shape[0] if wants_predictions else 0)
-    return loss, predictions, empty_gradients(rows, weights, bias, wanted)
+    return loss, predictions, empty_gradients(rows, weights, bias, _made_in_forward(rows, bias, needs_grad))
 
 
 @opaque("linear_cross_entropy_gradients")
@@ -94,8 +94,8 @@ def linear_cross_entropy_gradients(
     needs_grad: Sequence[bool],
 ) -> list[Tensor]:
     """Gradients of ``linear_cross_entropy`` for an ``upstream`` gradient of its loss; see there."""
-    problem = _Problem(rows, weights, bias, target, class_weight, reduction, ignore_index, label_smoothing)
-    return problem.solve(scale, softcap, dtype, needs_grad, False, upstream)[2]
+    settings = (reduction, ignore_index, label_smoothing, scale, softcap, dtype)
+    return _solved(rows, weights, bias, target, class_weight, *settings, needs_grad, False, upstream)[2]
 
 
 @linear_cross_entropy_gradients.register_fake
@@ -103,74 +103,66 @@ def _(upstream, rows, weights, bias, *others):  # type: ignore[no-untyped-def]
     return empty_gradients(rows, weights, bias, others[-1])
 
 
-class _Problem:
-    """A cross entropy by rows: what each row weighs, and what a mean is divided by."""
+def _solved(
+    rows: list[Tensor],
+    weights: list[Tensor],
+    bias: Tensor | None,
+    target: Tensor,
+    class_weight: Tensor | None,
+    reduction: str,
+    ignore_index: int,
+    label_smoothing: float,
+    scale: float,
+    softcap: float,
+    dtype: torch.dtype,
+    needs_grad: Sequence[bool],
+    wants_predictions: bool,
+    upstream: Tensor | None,
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """What ``linear_cross_entropy`` gives, with the gradients that ``needs_grad`` names.
 
-    def __init__(
-        self,
-        rows: list[Tensor],
-        weights: list[Tensor],
-        bias: Tensor | None,
-        target: Tensor,
-        class_weight: Tensor | None,
-        reduction: str,
-        ignore_index: int,
-        label_smoothing: float,
-    ) -> None:
-        self._operands = rows, weights, bias
-        self._target, self._class_weight, self._is_mean = target, class_weight, reduction == "mean"
-        self._ignore_index, self._smoothing = ignore_index, label_smoothing
-
-    def solve(
-        self,
-        scale: float,
-        softcap: float,
-        dtype: torch.dtype,
-        needs_grad: Sequence[bool],
-        wants_predictions: bool,
-        upstream: Tensor | None,
-    ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        with torch.autocast(self._target.device.type, enabled=False):
-            rows, weights, bias = self._operands
-            target, ignored = self._target, self._target == self._ignore_index
-            check_targets(target, ignored, weights[0].shape[0])
-            others = [bias, self._class_weight if self._smoothing else None]
-            counted = counted_rows(rows, weights, others, ignored, scale, wants_predictions)
-            logits = LinearLogits(rows, weights, bias, needs_grad, counted)
-            work = accumulator_dtype(logits.dtype, dtype)
-            target, ignored = counted.take(target.masked_fill(ignored, -1)), counted.take(ignored)
-            row_weight = (~ignored).to(work)
-            class_weight = None if self._class_weight is None else self._class_weight.to(work)
-            if class_weight is not None:
-                row_weight = class_weight[target.clamp(min=0)].masked_fill(ignored, 0)
-            divisor = row_weight.sum() if self._is_mean else row_weight.new_ones(())
-            factor = divisor.reciprocal() if upstream is None else upstream.to(work) / divisor
-            spread = None
-            if self._smoothing:
-                spread = (~ignored).to(work) * (self._smoothing / logits.width)
-            losses_of = CrossEntropy(
-                Scores(scale, softcap),
-                target,
-                row_weight * (1 - self._smoothing),
-                spread,
-                class_weight if self._smoothing else None,
-                factor,
-            )
-            losses = row_weight.new_empty(logits.height)
-            predictions = target.new_empty(logits.height) if wants_predictions else None
-            gradients = OperandGradients(logits, needs_grad)
-            for chunk in logits.chunks:
-                # No name holds the logits, which are to be freed before the gradients are rounded.
-                gradients.add(chunk, losses_of.run(logits.of(chunk), chunk, losses, predictions, any(needs_grad)))
-            for chunk in logits.others:
-                losses_of.run(logits.of(chunk), chunk, losses, predictions, False)
-            loss = losses.sum() / divisor
-            if spread is not None and class_weight is not None:
-                # Eager divides both parts of a smoothed loss: of targets whose weights are all zero one is 0 / 0.
-                loss = loss * (divisor / divisor)
-            loss = loss.to(dtype)
-            found = target.new_empty(0) if predictions is None else counted.put(predictions)
-            return loss, found, gradients.results()
+    ``upstream``: the gradient of the loss; None: one.
+    """
+    with torch.autocast(target.device.type, enabled=False):
+        ignored = target == ignore_index
+        check_targets(target, ignored, weights[0].shape[0])
+        others = [bias, class_weight if label_smoothing else None]
+        counted = counted_rows(rows, weights, others, ignored, scale, wants_predictions)
+        logits = LinearLogits(rows, weights, bias, needs_grad, counted)
+        work = accumulator_dtype(logits.dtype, dtype)
+        target, ignored = counted.take(target.masked_fill(ignored, -1)), counted.take(ignored)
+        row_weight = (~ignored).to(work)
+        if class_weight is not None:
+            class_weight = class_weight.to(work)
+            row_weight = class_weight[target.clamp(min=0)].masked_fill(ignored, 0)
+        divisor = row_weight.sum() if reduction == "mean" else row_weight.new_ones(())
+        factor = divisor.reciprocal() if upstream is None else upstream.to(work) / divisor
+        spread = None
+        if label_smoothing:
+            spread = (~ignored).to(work) * (label_smoothing / logits.width)
+        losses_of = CrossEntropy(
+            Scores(scale, softcap),
+            target,
+            row_weight * (1 - label_smoothing),
+            spread,
+            class_weight if label_smoothing else None,
+            factor,
+        )
+        losses = row_weight.new_empty(logits.height)
+        predictions = target.new_empty(logits.height) if wants_predictions else None
+        gradients = OperandGradients(logits, needs_grad)
+        for chunk in logits.chunks:
+            # No name holds the logits, which are to be freed before the gradients are rounded.
+            gradients.add(chunk, losses_of.run(logits.of(chunk), chunk, losses, predictions, any(needs_grad)))
+        for chunk in logits.others:
+            losses_of.run(logits.of(chunk), chunk, losses, predictions, False)
+        loss = losses.sum() / divisor
+        if spread is not None and class_weight is not None:
+            # Eager divides both parts of a smoothed loss: of targets whose weights are all zero one is 0 / 0.
+            loss = loss * (divisor / divisor)
+        loss = loss.to(dtype)
+        found = target.new_empty(0) if predictions is None else counted.put(predictions)
+        return loss, found, gradients.results()
 
 
 def check_targets(target: Tensor, ignored: Tensor, width: int) -> None:
@@ -184,8 +176,10 @@ def check_targets(target: Tensor, ignored: Tensor, width: int) -> None:
         torch.nn.functional.nll_loss(nothing, target.masked_fill(ignored, 0), ignore_index=0, reduction="none")
 
 
-def _forward_makes_gradients(rows: list[Tensor], bias: Tensor | None) -> bool:
-    return torch.float16 not in (logits_dtype(rows, bias), *(tensor.dtype for tensor in rows))
+def _made_in_forward(rows: list[Tensor], bias: Tensor | None, needs_grad: Sequence[bool]) -> Sequence[bool]:
+    """Of the gradients that are needed, those that forward makes."""
+    is_half = torch.float16 in (logits_dtype(rows, bias), *(tensor.dtype for tensor in rows))
+    return [False] * len(needs_grad) if is_half else needs_grad
 
 
 def empty_gradients(

@@ -9,16 +9,12 @@ import torch
 from torch import Tensor
 
 from glue_compiler.ops.counted_rows import CountedRows
+from glue_compiler.ops.kernel_support import accumulator_dtype
 from glue_compiler.ops.loss_chunks import row_chunks
 
 # In elements: on a GPU rows of logits start at whole cache lines, as products and kernels are fast with. Not on a CPU,
 # where torch 2.13 multiplies bfloat16 columns that lie between such rows, and what a NaN there gives is a NaN.
 _ALIGNMENT = {"cuda": 64}
-
-
-def accumulator_dtype(*dtypes: torch.dtype) -> torch.dtype:
-    """float64 where one of the dtypes is, else float32."""
-    return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
 class LinearLogits:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from glue_compiler.ops.counted_rows import CountedRows, counted_rows
+from glue_compiler.ops.kernel_support import accumulator_dtype
 from glue_compiler.ops.linear_cross_entropy import check_operands, check_targets, empty_gradients
-from glue_compiler.ops.linear_logits import LinearLogits, OperandGradients, accumulator_dtype, logits_dtype
+from glue_compiler.ops.linear_logits import LinearLogits, OperandGradients, logits_dtype
 from glue_compiler.ops.opaque import opaque
 from glue_compiler.ops.row_losses import RowStatistics, Scores
 

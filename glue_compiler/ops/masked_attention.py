@@ -14,7 +14,7 @@ from glue_compiler.ops.composite import composite
 from glue_compiler.ops.dense_attention import dense_attention
 from glue_compiler.ops.document_blocks import BLOCK
 from glue_compiler.ops.mask_blocks import as_four, to_whole_blocks
-from glue_compiler.ops.packed_attention import beside_sinks, sinks_of_queries
+from glue_compiler.ops.packed_attention import as_flex_takes, beside_sinks, sinks_of_queries
 
 
 @composite(
@@ -132,10 +132,8 @@ def masked_attention(
     if biases is not None and offsets is not None:
         of_score = (*of_score, biases.tensor, offsets.tensor)
     score = changed if of_score or softcap is not None else None
-    dtype = query.dtype if query.is_cuda else torch.promote_types(query.dtype, torch.float32)
     with torch.autocast(query.device.type, enabled=False):
-        # Off a GPU torch rounds the scores to the operands' dtype, which its kernel on one does not.
-        q, k, v = query.to(dtype), key.to(dtype), value.to(dtype)
+        q, k, v = as_flex_takes(query, key, value)
         if _is_dense(query, sinks, of_score):
             out, logsumexp = dense_attention(q, k, v, is_seen, of_mask, scale, score or _unchanged, of_score)
         else:

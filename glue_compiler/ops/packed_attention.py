@@ -209,10 +209,8 @@ def packed_attention(
         first, last, *rest = blocks
         lists, seen = tuple(rest[:8]), tuple(rest[8:])
         ends = (first,) if is_causal else (first, last)
-        # Off a GPU torch rounds the scores to the operands' dtype, which its kernel on one does not.
-        dtype = query.dtype if query.is_cuda else torch.promote_types(query.dtype, torch.float32)
         with torch.autocast(query.device.type, enabled=False):
-            q, k, v = query.to(dtype), key.to(dtype), value.to(dtype)
+            q, k, v = as_flex_takes(query, key, value)
             out, logsumexp = attention.flex_attention(
                 q, k, v, lists, BLOCK, visibility(is_causal), (*ends, *seen), scale, options=flex_tiles.of_call(q, 0)
             )
@@ -231,6 +229,13 @@ def packed_attention(
             of_queries = of_queries.expand(batch, heads, length).transpose(0, 1).reshape(heads, batch * length)
         out = varlen_attention_with_sinks(*flat, of_queries, *settings)
     return out.view(batch, length, heads, size).transpose(1, 2)
+
+
+def as_flex_takes(*operands: Tensor) -> list[Tensor]:
+    """Off a GPU torch rounds the scores to the operands' dtype, which its kernel on one does not."""
+    dtype = operands[0].dtype
+    wide = dtype if operands[0].is_cuda else torch.promote_types(dtype, torch.float32)
+    return [each.to(wide) for each in operands]
 
 
 def sinks_of_queries(sinks: Tensor) -> Tensor:

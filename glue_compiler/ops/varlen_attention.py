@@ -12,6 +12,7 @@ from torch import Tensor
 from glue_compiler.compat import attention
 from glue_compiler.compat.runtime import is_capturing
 from glue_compiler.ops import flash_attn4
+from glue_compiler.ops.kernel_support import accumulator_dtype
 from glue_compiler.ops.opaque import opaque
 
 _SMALL_QUERY = 12 << 20
@@ -232,8 +233,7 @@ def _sides(is_causal: bool, window: int) -> tuple[int, int]:
 
 
 def _new_logsumexp(query: Tensor) -> Tensor:
-    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    return query.new_empty((query.shape[1], query.shape[0]), dtype=dtype)
+    return query.new_empty((query.shape[1], query.shape[0]), dtype=accumulator_dtype(query.dtype))
 
 
 def _documents(cu_seqlens: Tensor) -> Iterator[slice]:
@@ -243,7 +243,7 @@ def _documents(cu_seqlens: Tensor) -> Iterator[slice]:
 
 def _heads_first(tensor: Tensor) -> Tensor:
     """``[length, heads, size]`` → ``[heads, length, size]``, half precision in fp32."""
-    return tensor.transpose(0, 1).to(torch.float64 if tensor.dtype == torch.float64 else torch.float32)
+    return tensor.transpose(0, 1).to(accumulator_dtype(tensor.dtype))
 
 
 def _scores(query: Tensor, key: Tensor, groups: int, is_causal: bool, window: int, scale: float) -> Tensor:
