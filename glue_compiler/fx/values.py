@@ -89,9 +89,14 @@ def requires_grad(value: Any) -> bool:
     return any(tensor.requires_grad for tensor in tensors_in(value))
 
 
+def is_item(node: fx.Node) -> bool:
+    """Is it taken out of a tuple or list?"""
+    return node.target is operator.getitem and isinstance(value_of(node.args[0]), tuple | list)  # type: ignore[arg-type]
+
+
 def producer_of(node: fx.Node) -> fx.Node:
     """The operator behind an item of a tuple."""
-    while node.target is operator.getitem and isinstance(value_of(node.args[0]), tuple | list):  # type: ignore[arg-type]
+    while is_item(node):
         node = node.args[0]  # type: ignore[assignment]
     return node
 
@@ -134,11 +139,13 @@ def unbacked_in(value: Any) -> list[Any]:
     return list(found)
 
 
-def most_bytes(tensor: torch.Tensor, shape_env: Any) -> int | None:
-    """An upper bound of the bytes a tensor holds, from hints and value ranges; None when there is no bound."""
-    total = tensor.element_size()
-    sizes: tuple[Any, ...] = tuple(tensor.shape)
-    for size in sizes:
+def most_bytes(of: Any, shape_env: Any) -> int | None:
+    """An upper bound of the bytes of a tensor, which may be given as its metadata; None when there is no bound.
+
+    From hints and value ranges.
+    """
+    total: int = of.dtype.itemsize
+    for size in of.shape:
         bound = size if isinstance(size, int) else symbols.upper_bound(expression(size), shape_env)
         if bound is None:
             return None

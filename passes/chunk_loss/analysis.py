@@ -10,7 +10,6 @@ import torch
 from torch import fx
 
 from glue_compiler.compat.graph_inputs import subclass_of
-from glue_compiler.compat.symbols import upper_bound
 from glue_compiler.fx import bodies
 from glue_compiler.fx.effects import EffectAnalysis
 from glue_compiler.fx.gradient_strides import strides_are_seen
@@ -22,6 +21,8 @@ from glue_compiler.fx.values import (
     inputs_of,
     is_call,
     is_plain,
+    leaves,
+    most_bytes,
     requires_grad,
     storages_of,
     value_of,
@@ -175,7 +176,7 @@ def _replacement(
     paths = [step.operator for wide in uses.wide.values() for step in wide.path]
     if PUT_ROWS in paths and any(term.bias is not None for term in head.terms):
         raise NotALoss("its logits are zeros where padding was, and a bias would be added there")
-    if not pays(head.device.type, _bytes(head, operators, settings.shape_env)):
+    if not pays(head.device.type, most_bytes(operators.meta(head.value), settings.shape_env)):
         raise NotALoss("its logits are small: computing them in chunks would cost more time than it saves memory")
     groups = groups_of(uses.sites, operators, order)
     outputs = [Output(position, node, uses.wide[value]) for position, node, value in uses.outputs]
@@ -217,23 +218,8 @@ def _tensors_of(site: Site) -> Iterator[Value]:
         yield site.target
     if site.loss is not None and site.loss.class_weight is not None:
         yield site.loss.class_weight
-    for step in site.wide.path:
-        for argument in step.arguments:
-            yield from (each for each in (argument if isinstance(argument, tuple) else ()) if isinstance(each, Value))
-            if isinstance(argument, Value):
-                yield argument
-
-
-def _bytes(head: Head, operators: Operators, shape_env: Any) -> int | None:
-    """Of the logits; None: not known."""
-    meta = operators.meta(head.value)
-    total = meta.dtype.itemsize
-    for size in meta.shape:
-        bound = size if isinstance(size, int) else upper_bound(size, shape_env)
-        if bound is None:
-            return None
-        total *= bound
-    return total
+    given = leaves([step.arguments for step in site.wide.path])
+    yield from (each for each in given if isinstance(each, Value))
 
 
 def _require_deferrable(
@@ -245,7 +231,7 @@ def _require_deferrable(
         raise NotALoss("its logits leave a body that is checkpointed, or is called in another way")
     for term in head.terms:
         for value in (term.weight.value, term.bias):
-            if value is not None and not _is_of_an_input(value, scope, operators):
+            if value is not None and not _is_of_an_input(value, scope):
                 raise NotALoss(
                     "its logits are returned, and its weight is made in the graph; as an input it could wait"
                 )
@@ -265,7 +251,7 @@ def _require_deferrable(
         raise NotALoss("its logits are returned twice, as views of each other")
 
 
-def _is_of_an_input(value: Value, scope: Scope, operators: Operators) -> bool:
+def _is_of_an_input(value: Value, scope: Scope) -> bool:
     """Does it lie in the memory of an input?"""
     inputs = storages_of(values_of(inputs_of(scope.module.graph)))
     tensor = value_of(value.node)

@@ -9,13 +9,12 @@ import torch
 from torch import fx
 
 from glue_compiler.fx.values import expression, storages_of, value_of, values_of
+from glue_compiler.ops.linear_row_statistics import NAMES
 from glue_compiler.passes.chunk_loss.groups import Statistics
 from glue_compiler.passes.chunk_loss.losses import Site
 from glue_compiler.passes.chunk_loss.row_nodes import RowWriter
 
 aten = torch.ops.aten
-
-NAMES = ("logsumexp", "target_logit", "sum", "entropy", "argmax")
 
 
 class SiteFormula:

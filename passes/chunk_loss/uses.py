@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -12,7 +10,7 @@ from torch import fx
 from glue_compiler.fx.effects import Kind
 from glue_compiler.fx.operators import Call, Operators, Value, given_leaves
 from glue_compiler.fx.value_numbering import Scope
-from glue_compiler.fx.values import leaves, makes_tensor, requires_grad, tensors_in, value_of
+from glue_compiler.fx.values import is_item, leaves, makes_tensor, requires_grad, tensors_in, value_of
 from glue_compiler.passes.chunk_loss.heads import Head
 from glue_compiler.passes.chunk_loss.losses import Site, site_of
 from glue_compiler.passes.chunk_loss.row_steps import NotALoss
@@ -86,7 +84,7 @@ class _Reader:
         self.head = head
         self.dead = dead
         self.uses = Uses()
-        self.known = Known(operators, operators.passes_gradients, self.uses.wide, {})
+        self.known = Known(operators, self.uses.wide, {})
         self.inside = set(head.inside)
         self.ended: set[Value] = set()
         """Results of sites, and the other results of operators that end in one."""
@@ -112,16 +110,16 @@ class _Reader:
         if node.op == "output":
             self._return(node, holders)
             return
-        if node.target is operator.getitem and isinstance(value_of(node.args[0]), tuple | list):  # type: ignore[arg-type]
+        if is_item(node):
             self._take_item(node, holders)
             return
         known: set[Value] = self.inside | self.uses.wide.keys()
-        given = [arg for arg, _ in given_leaves(node) if arg in holders]
+        given = [(arg, leaf) for arg, leaf in given_leaves(node) if arg in holders]
         calls = self.operators.calls(node)
         if calls is None and (given or tensors_in(value_of(node))):
             raise OtherUse(node, f"by {_name(node)}, which is not looked into")
-        for value in self._found(node, given):
-            if value not in known:
+        for arg, leaf in given:
+            if self.operators.read(arg, node, leaf) not in known:
                 raise OtherUse(node, "after they were written in place")
         for step, call in enumerate(calls or ()):
             self._read_call(node, step, call)
@@ -133,7 +131,7 @@ class _Reader:
             self.uses.sizes.append(node)
             if isinstance(value_of(node), tuple | list):
                 holders.add(node)  # sizes are taken out of it
-        elif any(value in self.ended and value not in self._site_values() for value in results):
+        elif not (self.ended - {site.value for site in self.uses.sites}).isdisjoint(results):
             holders.add(node)  # only items of it that sites give may be taken
 
     def _require_gradients(self, node: fx.Node, results: list[Value]) -> None:
@@ -156,15 +154,6 @@ class _Reader:
             self.uses.sizes.append(node)
         elif value not in self.ended:
             raise OtherUse(node, "in a way that is not understood")
-
-    def _site_values(self) -> set[Value]:
-        return {site.value for site in self.uses.sites}
-
-    def _found(self, node: fx.Node, given: list[fx.Node]) -> Iterator[Value]:
-        for arg in dict.fromkeys(given):
-            for leaf, item in enumerate(leaves(value_of(arg))):
-                if isinstance(item, torch.Tensor):
-                    yield self.operators.read(arg, node, leaf)
 
     def _hold(self, node: fx.Node, holders: set[fx.Node]) -> None:
         self.uses.nodes.append(node)

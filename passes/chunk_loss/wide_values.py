@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-from torch import fx
 
 from glue_compiler.deferred.head import Elementwise
 from glue_compiler.fx.index_operators import CONVERSIONS
@@ -59,11 +57,9 @@ class Known:
     Attributes:
         wide: values as wide as the logits.
         totals: logsumexps over their classes: of what, whether they keep a size of one, and are detached.
-        passes_gradients: does a node pass gradients on to its operands?
     """
 
     operators: Operators
-    passes_gradients: Callable[[fx.Node], bool]
     wide: dict[Value, Wide]
     totals: dict[Value, tuple[Wide, bool, bool]]
 
@@ -74,7 +70,7 @@ def wide_result(call: Call, value: Value, known: Known) -> Wide | None:
     Raises:
         NotALoss: it might have been one, and why it is not.
     """
-    operators, is_off = known.operators, not known.passes_gradients(call.node)
+    operators, is_off = known.operators, not known.operators.passes_gradients(call.node)
     meta = operators.meta(value)
     source = call.arguments.get("self")
     found: Wide | None = None
@@ -164,7 +160,7 @@ def _is_total(value: Value, wide: Wide, known: Known, is_off: bool) -> bool:
     match known.operators.does(value):
         case Call(aten.unsqueeze, {"self": Value() as total, "dim": dim}) as call:
             if dim % known.operators.meta(value).rank == wide.classes:
-                is_cut, keepdim, value = not known.passes_gradients(call.node), False, total
+                is_cut, keepdim, value = not known.operators.passes_gradients(call.node), False, total
     if value not in known.totals:
         return False
     of, kept, is_detached = known.totals[value]

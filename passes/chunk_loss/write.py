@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections import Counter
 from contextlib import AbstractContextManager
@@ -46,8 +47,8 @@ def apply_plan(plan: LossPlan, operators: Operators) -> tuple[Counter[str], tupl
         deferred += defer_outputs_of(replacement, writer.operands, returned[replacement.scope])
         counts["deferred"] += len(replacement.outputs)
         counts["nodes_erased"] += erase_dead(operators.numbering, writer.abandoned())
-    for scope in operators.numbering.scopes if plan.replacements else ():
-        scope.module.recompile()
+    if plan.replacements:
+        operators.numbering.recompile()
     return counts, tuple(deferred)
 
 
@@ -112,7 +113,8 @@ class _Writer:
         is_on = self._is_on(site)
         needs_grad = [is_on and each is not None and requires_grad(value_of(each)) for each in (*rows, *weights, bias)]
         weight = site.loss.class_weight
-        target = self.rows.reshaped(self.rows.node(site.target), (_product(value_of(self.rows.node(site.target))),))
+        shape = value_of(self.rows.node(site.target)).shape
+        target = self.rows.reshaped(self.rows.node(site.target), (math.prod(map(expression, shape)),))
         both = self.make.call(
             _glue.linear_cross_entropy.default,
             rows,
@@ -164,13 +166,6 @@ class _Writer:
 
 def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.dtype, tensor.device, tuple(map(expression, tensor.shape))
-
-
-def _product(tensor: torch.Tensor) -> Any:
-    total: Any = 1
-    for size in tensor.shape:
-        total = total * expression(size)
-    return total
 
 
 def _replace_uses(node: fx.Node, taken: Any) -> None:

@@ -15,7 +15,7 @@ from torch import fx
 from glue_compiler.fx.effects import Effects, Kind
 from glue_compiler.fx.index_expressions import IndexReader, Unreadable
 from glue_compiler.fx.index_numbers import as_number
-from glue_compiler.fx.index_operators import READERS, Reading
+from glue_compiler.fx.index_operators import INDEX_DTYPES, READERS, Reading
 from glue_compiler.fx.index_views import Index, NotAView
 from glue_compiler.fx.operators import Call, Operators, Value
 from glue_compiler.fx.reachable import reachable
@@ -24,7 +24,6 @@ from glue_compiler.passes.group_experts.copies import Fill, copied_from, fill_of
 from glue_compiler.passes.group_experts.row_sets import EXPERT, ONE, Mask, RowSets, are_distinct
 
 aten = torch.ops.aten
-_INTEGERS = (torch.int32, torch.int64)
 COUNT_DTYPES = (torch.int32, torch.int64, torch.float32, torch.float64)
 """They hold every number of rows that a batch can have."""
 
@@ -110,7 +109,7 @@ class CountSums:
 
     def _item(self, value: Value, index: Index) -> Any:
         is_tensor = self._operators.is_tensor(value) and self._operators.meta(value).rank == len(index)
-        if not is_tensor or self._operators.meta(value).dtype not in _INTEGERS:
+        if not is_tensor or self._operators.meta(value).dtype not in INDEX_DTYPES:
             return None
         try:
             found = as_number(self._reader.read(value, index))

@@ -17,6 +17,7 @@ from sympy.core.function import AppliedUndef
 from torch import Tensor, fx
 
 from glue_compiler.fx.index_expressions import IndexReader, Unreadable
+from glue_compiler.fx.index_operators import INDEX_DTYPES
 from glue_compiler.fx.operators import UNTRACKED, Call, Operators, Value
 from glue_compiler.fx.values import expression, requires_grad, storages_of, value_of, values_of
 from glue_compiler.ops.kernel_support import runs_triton
@@ -167,7 +168,7 @@ class PermutedRows:
                 return None
         is_known = self.operators.is_tensor(source) and self.operators.is_tensor(index)
         meta = self.operators.meta(index) if is_known else None
-        return (source, index) if meta is not None and meta.rank == 1 and meta.dtype in _INTEGERS else None
+        return (source, index) if meta is not None and meta.rank == 1 and meta.dtype in INDEX_DTYPES else None
 
     def _element(self, index: Value, at: Any) -> Any:
         """Element ``at`` of a vector of integers; None if nothing is known of it."""
@@ -309,7 +310,7 @@ class PermutedRows:
         """Are all of these integers less than ``bound``?"""
         call = self.operators.does(numbers)
         source = call.arguments.get("self") if call is not None else None
-        if call is None or not isinstance(source, Value) or self.operators.meta(numbers).dtype not in _INTEGERS:
+        if call is None or not isinstance(source, Value) or self.operators.meta(numbers).dtype not in INDEX_DTYPES:
             return False
         is_place = call.operator in (aten.argmax, aten.argmin)
         if is_place or (call.operator in (aten.topk, aten.sort, aten.max, aten.min) and numbers.leaf == 1):
@@ -328,12 +329,9 @@ class PermutedRows:
         return all(numbering.is_private_after(each, node) for each in memory)
 
 
-_INTEGERS = (torch.int64, torch.int32)
-
-
 def _is_matrix(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() == 2 and value.is_floating_point()
 
 
 def _is_vector(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() == 1 and value.dtype in _INTEGERS
+    return isinstance(value, torch.Tensor) and value.dim() == 1 and value.dtype in INDEX_DTYPES

@@ -6,7 +6,6 @@ Each operator that the call is made of, below autograd, is judged by what it doe
 from __future__ import annotations
 
 import enum
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,7 @@ from torch import fx
 from glue_compiler.fx.normal import Arguments, functional, normal
 from glue_compiler.fx.operators import Operators, given_leaves
 from glue_compiler.fx.records import CallRecord, Given, Made, Meta, RecordedOperator, Unknown, meta_of
-from glue_compiler.fx.values import leaves, storage_of, storages_of, value_of
+from glue_compiler.fx.values import is_item, leaves, storage_of, storages_of, value_of
 
 aten = torch.ops.aten
 
@@ -106,7 +105,7 @@ def mixes_rows(
         kind: how each operand differs in the grouped form.
         rows: the number of rows, as a sympy expression.
     """
-    if node.target is operator.getitem and isinstance(value_of(node.args[0]), tuple | list):  # type: ignore[arg-type]
+    if is_item(node):
         return None  # an item of what was judged
     record = operators.analysis.parts_of(module, node)
     if record is None:
