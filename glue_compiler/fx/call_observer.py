@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from glue_compiler.compat.operator_calls import computes_only, is_higher_order
-from glue_compiler.fx.records import Recorder, bound_arguments
+from glue_compiler.fx.records import Recorder, bound_arguments, written_names
 from glue_compiler.fx.values import StorageKey, is_plain, storages_of, tensors_in, unbacked_in
 
 # Operators whose definitions are torch's own: deterministic unless tagged otherwise.
@@ -77,7 +77,7 @@ def written_operands(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if not func._schema.is_mutable:
         return []
     bound = bound_arguments(func, args, kwargs)
-    return [bound[a.name] for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    return [bound[name] for name in written_names(func)]
 
 
 def _copies_to_host(args: Any, result: Any) -> bool:

@@ -138,7 +138,11 @@ class EffectAnalysis:
     @property
     def symbols(self) -> Any:
         """Equal at two times if all expressions read the same at both."""
-        return symbols_version(self.fake_mode.shape_env if self.fake_mode is not None else None)
+        return symbols_version(self.shape_env)
+
+    @property
+    def shape_env(self) -> Any | None:
+        return self.fake_mode.shape_env if self.fake_mode is not None else None
 
     def read_modes(self, gm: fx.GraphModule) -> None:
         """Read again in which mode each node of ``gm``, a whole graph, and of its bodies runs."""
@@ -265,8 +269,7 @@ class EffectAnalysis:
         return found.pure
 
     def _up_to_names(self, node: fx.Node, found: _Found) -> tuple[_Outcome, dict[Any, Any]]:
-        shape_env = self.fake_mode.shape_env if self.fake_mode is not None else None
-        key, names = call_key(node, found.call.mode, shape_env, up_to_names=True)
+        key, names = call_key(node, found.call.mode, self.shape_env, up_to_names=True)
         if key not in self._pure:
             outcome = self._outcome(node, found)
             if outcome.kind is not Kind.PURE or outcome.written:
@@ -351,12 +354,11 @@ class EffectAnalysis:
         given = [aliases[id(tensor)] for tensor in tensors]
         operators, parts = Recorder(given), Recorder(given)
         recorder = CallObserver(parts)
-        shape_env = self.fake_mode.shape_env if self.fake_mode is not None else None
         try:
             with (
                 mode.entered(),
                 torch.no_grad(),
-                speculation(self.fake_mode, shape_env),
+                speculation(self.fake_mode, self.shape_env),
                 recorder,
                 observed_operators(operators),
             ):
@@ -382,7 +384,7 @@ class EffectAnalysis:
         if is_plain(tensor):
             return tensor.detach()
         # DTensor keeps a table by sizes, which symbols do not fit in, where it does not see that it is traced.
-        with speculation(self.fake_mode, self.fake_mode.shape_env if self.fake_mode is not None else None):
+        with speculation(self.fake_mode, self.shape_env):
             return tensor.detach()
 
 

@@ -18,7 +18,7 @@ def record_missing_values(gm: fx.GraphModule, analysis: EffectAnalysis) -> None:
 
     Without, ``item`` on one of them could do anything, as far as the effect analysis can see.
     """
-    shape_env = getattr(analysis.fake_mode, "shape_env", None)
+    shape_env = analysis.shape_env
     for module in bodies.graph_modules(gm):
         for node in module.graph.find_nodes(op="call_function", target=operator.getitem):
             source = value_of(node.args[0])

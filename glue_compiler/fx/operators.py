@@ -193,12 +193,13 @@ class Operators:
             self._records[node] = self.analysis.record_of(module, node) if module is not None else None
         return self._records[node]
 
-    def does(self, value: Value) -> Call | None:
-        """The operator that makes ``value``; None for an input, an attribute, and a call that is not looked into.
+    def does(self, value: Any) -> Call | None:
+        """The operator that makes ``value``; None for what is no :class:`Value`, for an input, an attribute, and a call
+        that is not looked into.
 
         Nor is one with ``out=``: it does more than to make its result. An item of ``split`` or ``unbind`` is a slice.
         """
-        calls = self.calls(value.node) if value.step >= 0 else None
+        calls = self.calls(value.node) if isinstance(value, Value) and value.step >= 0 else None
         call = calls[value.step] if calls is not None else None
         if call is None or call.writes_out:
             return None

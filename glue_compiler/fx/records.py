@@ -142,12 +142,10 @@ class Recorder:
 
     def __call__(self, overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """See :func:`glue_compiler.compat.operator_calls.observed_operators`."""
-        arguments = {name: self._described(value) for name, value in bound_arguments(overload, args, kwargs).items()}
-        schema = overload._schema
-        written = tuple(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
-        changed = {
-            id(tensor) for name in written for tensor in tensors_in(bound_arguments(overload, args, kwargs)[name])
-        }
+        bound = bound_arguments(overload, args, kwargs)
+        arguments = {name: self._described(value) for name, value in bound.items()}
+        written = written_names(overload)
+        changed = {id(tensor): tensor for tensor in tensors_in([bound[name] for name in written])}
         step, found, memory = len(self.operators), [], []
         for index, leaf in enumerate(leaves(result)):
             if isinstance(leaf, torch.Tensor):
@@ -161,10 +159,7 @@ class Recorder:
                     self._numbers.setdefault(expression(leaf), Made(step, index))
                 memory.append(-1)
                 found.append(expression(leaf))
-        for name in written:
-            for tensor in tensors_in(bound_arguments(overload, args, kwargs)[name]):
-                if is_plain(tensor):
-                    self._written[storage_of(tensor)] = id(tensor)
+        self._written.update((storage_of(tensor), name) for name, tensor in changed.items() if is_plain(tensor))
         self.operators.append(RecordedOperator(overload, arguments, tuple(found), tuple(memory), written))
 
     def record(self, result: Any) -> CallRecord:
@@ -187,6 +182,12 @@ class Recorder:
         if isinstance(value, tuple | list):
             return tuple(self._described(item) for item in value)
         return expression(value)
+
+
+def written_names(overload: Any) -> tuple[str, ...]:
+    """Of the arguments that an operator writes, as its schema says."""
+    given = overload._schema.arguments
+    return tuple(each.name for each in given if each.alias_info is not None and each.alias_info.is_write)
 
 
 def bound_arguments(overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

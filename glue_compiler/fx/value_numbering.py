@@ -356,9 +356,7 @@ class _Numberer:
 
     def _own_symbols(self, node: fx.Node) -> list[Any]:
         """The unbacked symbols that come into being at this node."""
-        inherited: set[Any] = set()
-        for arg in node.all_input_nodes:
-            inherited.update(self._canonical(symbol) for symbol in unbacked_in(value_of(arg)))
+        inherited = set(map(self._canonical, unbacked_in(values_of(node.all_input_nodes))))
         return [s for s in unbacked_in(value_of(node)) if self._canonical(s) not in inherited]
 
     def _canonical(self, number: Any) -> Any:

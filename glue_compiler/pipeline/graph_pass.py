@@ -33,7 +33,7 @@ class PassContext:
     @property
     def shape_env(self) -> Any | None:
         """Where the graph's symbols live; None if the graph holds no fake tensor."""
-        return self.effects.fake_mode.shape_env if self.effects.fake_mode is not None else None
+        return self.effects.shape_env
 
 
 class GraphPass(ABC):

@@ -32,7 +32,7 @@ _FULL = {aten.full, aten.full_like, aten.new_full, aten.fill}
 
 def copied_from(operators: Operators, value: Any) -> Value | None:
     """The tensor that ``value`` is a copy or a cast of. What a cast rounds is for the caller to ask."""
-    call = operators.does(value) if isinstance(value, Value) else None
+    call = operators.does(value)
     source = call.arguments.get("self") if call is not None else None
     if call is None or not isinstance(source, Value):
         return None
@@ -42,7 +42,7 @@ def copied_from(operators: Operators, value: Any) -> Value | None:
 
 def fill_of(operators: Operators, value: Any) -> Fill | None:
     """What all elements of ``value`` are, if it is a new tensor."""
-    call = operators.does(value) if isinstance(value, Value) else None
+    call = operators.does(value)
     while call is not None and call.operator in (aten.detach, aten.alias):  # other names of one tensor
         call = operators.does(call.arguments["self"])
     match call:

@@ -199,7 +199,7 @@ def counts_by_expert(total: Any, sets: RowSets) -> Mask | None:
 
     In a dtype that holds such a number: bf16 rounds from 257 rows on.
     """
-    call = sets.operators.does(total) if isinstance(total, Value) else None
+    call = sets.operators.does(total)
     if call is None or call.overload is not aten.sum.dim_IntList or call.arguments["keepdim"]:
         return None
     mask = sets.mask(call.arguments["self"])

@@ -69,7 +69,7 @@ def _is_alike(first: Any, second: Value, operators: Operators) -> bool:
 
 def _put(node: fx.Node, accumulator: Value, index: Index, written: Any, sets: RowSets) -> Sink | None:
     """``out[rows] = out[rows] + added``, or ``out[rows] = added``."""
-    match sets.operators.does(written) if isinstance(written, Value) else None:
+    match sets.operators.does(written):
         case Call(aten.add, {"self": first, "other": second, "alpha": 1}) as add:
             for read, added in ((first, second), (second, first))[: 1 if add.written else 2]:
                 if _reads(read, accumulator, index, sets):

@@ -44,7 +44,7 @@ class _Reader:
     def __init__(self, graph: ReadGraph, pieces: list[Piece], writes: list[PieceWrite]) -> None:
         self.graph = graph
         self.operators = graph.operators
-        self.shape_env = getattr(graph.operators.analysis.fake_mode, "shape_env", None)
+        self.shape_env = graph.operators.analysis.shape_env
         self.pieces = {piece.node: piece for piece in pieces}
         self.equal_sizes: dict[Any, Any] = {}
         """Number of rows of a loop's result → that of its source, which is the same by the proof."""

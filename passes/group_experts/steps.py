@@ -132,17 +132,8 @@ def rows_of(step: Step) -> list[Row]:
     return [item for item in leaves(operands) if isinstance(item, Row)]
 
 
-def sum_of(step: Step, operators: Operators) -> tuple[Any, Any] | None:
-    """The two operands, if the step is ``a + b``."""
-    return _operands_of(step, operators, aten.add)
-
-
-def product_of(step: Step, operators: Operators) -> tuple[Any, Any] | None:
-    """The two operands, if the step is ``a * b``, element by element."""
-    return _operands_of(step, operators, aten.mul)
-
-
 def _operands_of(step: Step, operators: Operators, operator: Any) -> tuple[Any, Any] | None:
+    """The two operands, if the step is one ``operator``, element by element: ``a + b`` or ``a * b``."""
     if not isinstance(step, RowWise):
         return None
     calls = operators.calls(step.node)
@@ -161,7 +152,7 @@ def fold_biases(steps: list[Step], operators: Operators) -> tuple[Step, ...]:
     uses = [row.step for step in steps for row in rows_of(step)]
     folded = list(steps)
     for i, step in enumerate(steps):
-        operands = sum_of(step, operators)
+        operands = _operands_of(step, operators, aten.add)
         for rows, vector in (operands, operands[::-1]) if operands is not None else ():
             product = steps[rows.step] if isinstance(rows, Row) else None
             if not isinstance(product, Product) or product.bias is not None or not isinstance(vector, Vector):
@@ -187,7 +178,7 @@ def weighted_sum(steps: tuple[Step, ...], dtype: torch.dtype, operators: Operato
     if _is_cast(step, dtype, operators) and used[last] == 0:
         last = rows_of(step)[0].step
         step = steps[last]
-    factors = product_of(step, operators)
+    factors = _operands_of(step, operators, aten.mul)
     for rows, factor in (factors, factors[::-1]) if factors is not None else ():
         if isinstance(rows, Row) and isinstance(factor, Row) and used[last] <= 1 and used[factor.step] == 1:
             weights = steps[factor.step]

@@ -148,7 +148,7 @@ class LoopWriter:
         got = value_of(result)
         if (got.dim(), *map(expression, got.stride())) != (wanted.dim(), *map(expression, wanted.stride())):
             raise LeftAlone("the rows of all experts have another layout than what they would replace")
-        shape_env = getattr(self.operators.analysis.fake_mode, "shape_env", None)
+        shape_env = self.operators.analysis.shape_env
         if shape_env is not None:
             equal_sizes.assume_equal(shape_env, *(expression(value_of(n).shape[0]) for n in (end.whole, rows.source)))
 

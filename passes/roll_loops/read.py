@@ -15,6 +15,7 @@ from glue_compiler.capture.counted_loops import HELD, STEP, TRACED, CountedLoop
 from glue_compiler.capture.regions import REGIONS
 from glue_compiler.fx.effects import EffectAnalysis, Kind
 from glue_compiler.fx.flow import Refused
+from glue_compiler.fx.reachable import reachable
 from glue_compiler.fx.values import (
     expression,
     is_plain,
@@ -173,15 +174,12 @@ class _Matching:
 
 def _needed(steps: EqualSteps, matching: _Matching, used: list[fx.Node]) -> set[fx.Node]:
     """A state that nothing reads has no part in gradients: zeros times what is not finite would be NaN."""
-    found: set[fx.Node] = set()
-    waiting = [*used, *(node for node in steps.second if node.target is operator.setitem)]
-    while waiting:
-        node = waiting.pop()
-        if node not in found:
-            found.add(node)
-            given = (matching.image.get(each, each) for each in node.all_input_nodes)
-            waiting += [each for each in given if each in matching.second]
-    return found
+
+    def operands(node: fx.Node) -> list[fx.Node]:
+        given = (matching.image.get(each, each) for each in node.all_input_nodes)
+        return [each for each in given if each in matching.second]
+
+    return reachable([*used, *(node for node in steps.second if node.target is operator.setitem)], operands)
 
 
 def _written(gm: fx.GraphModule, steps: EqualSteps, effects: EffectAnalysis) -> list[fx.Node]:

@@ -84,8 +84,7 @@ def plan_attention(reader: MaskReader, settings: Settings) -> AttentionPlan:
                 plan.skips.append(Skip.at(found.output, str(reason)))
     _leave_what_does_not_pay(plan)
     # In order of execution, so that what the first attention needs is there for the others.
-    time = {o.node: o.time for occurrences in numbering.occurrences.values() for o in occurrences}
-    plan.replacements.sort(key=lambda replacement: time[replacement.site.output])
+    plan.replacements.sort(key=lambda replacement: numbering.starts[replacement.site.output])
     return plan
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from glue_compiler.fx.flow import CONVERSIONS, Flow, Result, Rules
-from glue_compiler.fx.operators import Call, Operators, Value
+from glue_compiler.fx.operators import Call, Operators
 from glue_compiler.fx.private_nodes import readers_of
 from glue_compiler.fx.values import is_call
 
@@ -93,5 +93,5 @@ def _rank(node: fx.Node, operators: Operators) -> int:
 
 
 def _is_made_by(value: Any, operator: Any, operators: Operators) -> bool:
-    call = operators.does(value) if isinstance(value, Value) else None
+    call = operators.does(value)
     return call is not None and call.operator is operator

@@ -8,7 +8,7 @@ comes to it, back to the product with weights or the attention that it starts fr
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import fx
 from glue_compiler.compat import symbols
 from glue_compiler.compat.layers import layer_of
 from glue_compiler.fx.operators import Call, Operators, Value
+from glue_compiler.fx.reachable import reachable
 from glue_compiler.fx.values import expression, value_of
 from glue_compiler.passes.specialize_attention.analysis import AttentionPlan
 from glue_compiler.passes.specialize_attention.mask_reader import MaskReader
@@ -58,11 +59,11 @@ def mixed_documents(plan: AttentionPlan, reader: MaskReader) -> list[Mixed]:
     if not known:
         return []
     operators = reader.operators
-    graph = _Graph(operators, _sources(known, operators))
+    sources = _sources(known)
     return [
         Mixed(node, how)
         for node in operators.numbering.nodes
-        if (how := _how(node, operators, [*lengths.values()])) and not graph.is_given_documents(node)
+        if (how := _how(node, operators, [*lengths.values()])) and not _is_computed_from(sources, node, operators)
     ]
 
 
@@ -113,14 +114,9 @@ def _make_up(steps: int, tokens: int, row: int) -> bool:
     return row in (steps, min(row, steps * tokens))
 
 
-def _sources(known: Iterable[fx.Node], operators: Operators) -> set[fx.Node]:
+def _sources(known: Iterable[fx.Node]) -> set[fx.Node]:
     """``known``, and the inputs that they are computed from."""
-    found, waiting = set(known), list(known)
-    while waiting:
-        for node in waiting.pop().all_input_nodes:
-            if node not in found:
-                found.add(node)
-                waiting.append(node)
+    found = reachable(known, lambda node: node.all_input_nodes)
     made = {node for node in found if node.op == "placeholder" and not _is_floating(node)}
     return made | set(known)
 
@@ -130,31 +126,20 @@ def _is_floating(node: fx.Node) -> bool:
     return not isinstance(value, torch.Tensor) or value.is_floating_point()
 
 
-class _Graph:
-    """Walks back from operators, out of bodies too."""
+def _is_computed_from(sources: set[fx.Node], node: fx.Node, operators: Operators) -> bool:
+    """Does a walk back from ``node``, out of bodies too, come to one of ``sources``?"""
+    passed: dict[fx.Node, Any] = {}
+    for scope in operators.numbering.scopes:
+        if scope.call is not None:
+            passed.update(zip(scope.call.placeholders, scope.call.operands, strict=True))
 
-    def __init__(self, operators: Operators, sources: set[fx.Node]) -> None:
-        self.operators, self.sources = operators, sources
-        self.passed: dict[fx.Node, Any] = {}
-        for scope in operators.numbering.scopes:
-            if scope.call is not None:
-                self.passed.update(zip(scope.call.placeholders, scope.call.operands, strict=True))
+    def operands(each: fx.Node) -> list[fx.Node]:
+        if each is not node and (each in sources or operators.dispatches(each, _STARTS)):
+            return []
+        outer = passed.get(each)
+        return [*([outer] if isinstance(outer, fx.Node) else []), *each.all_input_nodes]
 
-    def is_given_documents(self, node: fx.Node) -> bool:
-        seen, waiting = {node}, [node]
-        while waiting:
-            for each in self._operands(waiting.pop()):
-                if each in self.sources:
-                    return True
-                if each not in seen and not self.operators.dispatches(each, _STARTS):
-                    waiting.append(each)
-                seen.add(each)
-        return False
-
-    def _operands(self, node: fx.Node) -> Iterator[fx.Node]:
-        if isinstance(passed := self.passed.get(node), fx.Node):
-            yield passed
-        yield from node.all_input_nodes
+    return not sources.isdisjoint(reachable([node], operands) - {node})
 
 
 def in_words(found: list[Mixed]) -> str:
