@@ -254,7 +254,8 @@ def _one_hot(made: Reading) -> Expression:
 
 def _triangle(keeps: Callable[[Any, Any, Any], Any]) -> _Reader:
     def read(made: Reading) -> Expression:
-        kept = keeps(*made.index[-2:], number_of(made["diagonal"]))
+        row, column = made.index[-2:]
+        kept = keeps(row, column, number_of(made["diagonal"]))
         zero = sympy.false if made.dtype == torch.bool else sympy.Integer(0)
         return _selected(made, kept, made.operand("self"), zero)
 
