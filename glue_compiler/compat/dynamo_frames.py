@@ -17,11 +17,6 @@ def is_assertion(frame: Any, at: int) -> bool:
     return following is not None and following.opname in ("LOAD_ASSERTION_ERROR", "LOAD_COMMON_CONSTANT")
 
 
-def converted_code(frame: Any) -> Any:
-    """The code object of the frame that is being converted; ``frame`` may be one that was inlined into it."""
-    return frame.output.root_tx.f_code
-
-
 def local_value(frame: Any, name: str) -> Any:
     """The int, sympy expression or node of a tensor that a local name holds while it is traced; None for others."""
     from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
@@ -123,13 +118,6 @@ def depends_on_data(variable: Any, depth: int = 2) -> bool:
     held = variable.items
     inside = [*(getattr(key, "vt", None) for key in held), *held.values()] if isinstance(held, dict) else held
     return any(depends_on_data(each, depth - 1) for each in inside)
-
-
-def instructions_of(code: Any) -> Any:
-    """The instructions that Dynamo translates a code object from."""
-    from torch._dynamo.bytecode_transformation import cleaned_instructions
-
-    return cleaned_instructions(code)
 
 
 def instruction_index(frame: Any) -> int | None:

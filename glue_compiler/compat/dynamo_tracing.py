@@ -26,7 +26,6 @@ TRACING = Feature(
     {
         "torch._dynamo.bytecode_transformation:Instruction.__annotations__": Uses(texts=("exn_tab_entry",)),
         "torch._dynamo.bytecode_transformation:InstructionExnTabEntry.__annotations__": Uses(texts=("target",)),
-        "torch._dynamo.bytecode_transformation:cleaned_instructions": Uses(("code",)),
         "torch._dynamo.exc:unimplemented": Uses(("gb_type", "context", "explanation", "hints")),
         "torch._dynamo.output_graph:SubgraphTracer.__init__": Uses(("self",), ("parent", "source_target")),
         "torch._dynamo.output_graph:SubgraphTracer.create_proxy": Uses(("self", "kind", "target")),

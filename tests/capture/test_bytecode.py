@@ -1,14 +1,14 @@
 """What glue reads in bytecode: spans that a branch skips, and how a list is used."""
 
 import pytest
+from torch._dynamo.bytecode_transformation import cleaned_instructions
 
 from glue_compiler.capture import bytecode
 from glue_compiler.capture.list_growth import growth_of
-from glue_compiler.compat import dynamo_frames
 
 
 def instructions_of(function):
-    return dynamo_frames.instructions_of(function.__code__)
+    return cleaned_instructions(function.__code__)
 
 
 def spans_of(function, condition):
