@@ -67,18 +67,18 @@ class Result:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.operators.meta(self.value).dtype
+        return self.operators.dtype(self.value)
 
     @property
     def shape(self) -> tuple[Any, ...]:
         """Ints, and sympy expressions for sizes that are dynamic."""
-        return self.operators.meta(self.value).shape
+        return self.operators.shape(self.value)
 
     def dtype_of(self, value: Value) -> torch.dtype:
-        return self.operators.meta(value).dtype
+        return self.operators.dtype(value)
 
     def shape_of(self, value: Value) -> tuple[Any, ...]:
-        return self.operators.meta(value).shape
+        return self.operators.shape(value)
 
     def before_widening(self, name: str) -> Value:
         """The tensor that is passed as ``name``; of one that was converted from a narrower floating dtype, that one."""

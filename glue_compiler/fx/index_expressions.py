@@ -110,10 +110,10 @@ class IndexReader:
 
     def shape(self, value: Value) -> tuple[Any, ...]:
         """Sizes as ints and sympy expressions."""
-        return self.operators.meta(value).shape
+        return self.operators.shape(value)
 
     def dtype(self, value: Value) -> torch.dtype:
-        return self.operators.meta(value).dtype
+        return self.operators.dtype(value)
 
     def require_known(self, value: Value) -> None:
         """Raises Unreadable for what is written in unknown ways, or no plain tensor."""

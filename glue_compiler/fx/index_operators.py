@@ -65,7 +65,7 @@ _Reader = Callable[[Reading], Expression]
 def is_non_negative(value: Any, operators: Operators) -> bool:
     """Booleans, and integers that were booleans."""
     while operators.is_tensor(value):
-        dtype = operators.meta(value).dtype
+        dtype = operators.dtype(value)
         if dtype == torch.bool:
             return True
         if dtype.is_floating_point or dtype.is_complex:
@@ -86,7 +86,7 @@ def largest_of(value: Value, operators: Operators) -> int:
     counts = call is not None and call.operator in (aten.searchsorted, aten.bucketize)
     if call is not None and call.operator is aten.cumsum:
         counts = is_non_negative(call.arguments["self"], operators)
-    largest = LARGEST.get(operators.meta(value).dtype, 0)
+    largest = LARGEST.get(operators.dtype(value), 0)
     return min(largest, LARGEST[torch.int32]) if counts else largest
 
 

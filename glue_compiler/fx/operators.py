@@ -79,6 +79,12 @@ class Call:
         return self.recorded.written
 
     @property
+    def either_way(self) -> list[tuple[Any, Any]]:
+        """The operands of one that commutes, both ways round; in place the first alone is written, and stays first."""
+        pair = self.arguments["self"], self.arguments["other"]
+        return [pair] if self.written else [pair, pair[::-1]]
+
+    @property
     def writes_out(self) -> bool:
         """Is it given the tensor to write its result into?"""
         return bool(self.written) and any(each.is_out for each in self.recorded.overload._schema.arguments)
@@ -263,6 +269,16 @@ class Operators:
         if not isinstance(found, Meta):
             raise TypeError(f"{value} is no tensor")
         return found
+
+    def shape(self, value: Value) -> tuple[Any, ...]:
+        """Sizes as ints and sympy expressions."""
+        return self.meta(value).shape
+
+    def dtype(self, value: Value) -> torch.dtype:
+        return self.meta(value).dtype
+
+    def rank(self, value: Value) -> int:
+        return self.meta(value).rank
 
     def is_tensor(self, value: Any) -> bool:
         """Is it a plain, dense tensor?"""

@@ -149,7 +149,7 @@ def _behind(value: Any, operators: Operators) -> Value | None:
 
 def _why_no_head(value: Value | None, operators: Operators) -> str:
     call = operators.does(value) if value is not None else None
-    if value is not None and not isinstance(operators.meta(value).shape[-1], int):
+    if value is not None and not isinstance(operators.shape(value)[-1], int):
         return "how many classes there are is not known when the graph is compiled"
     if value is not None and (value.step == UNTRACKED or (call is not None and call.written)):
         return "what it is a loss of was written in place"

@@ -65,7 +65,7 @@ def read_head(value: Value, operators: Operators) -> Head | None:
     terms = _terms(value, operators, inside)
     if not terms:
         return None
-    shapes = {operators.meta(term.rows).shape[:-1] for term in terms}
+    shapes = {operators.shape(term.rows)[:-1] for term in terms}
     if shapes != {meta.shape[:-1]}:
         return None
     return Head(value, tuple(terms), tuple(dict.fromkeys(inside)), meta.shape[-1], meta.device)
@@ -105,7 +105,7 @@ def _with_bias(terms: list[Term], bias: Value, operators: Operators) -> list[Ter
     classes = weight.shape[last.weight.is_transposed]
     if found.dtype != last.dtype or found.shape != (*(1,) * (found.rank - 1), classes):
         return None
-    return [*others, replace(last, bias=bias)] if found.rank <= operators.meta(last.rows).rank else None
+    return [*others, replace(last, bias=bias)] if found.rank <= operators.rank(last.rows) else None
 
 
 def is_factor(value: Any) -> bool:
@@ -131,12 +131,12 @@ def _product(value: Value, call: Call, operators: Operators) -> Term | None:
             return None
     if not all(operators.is_tensor(each) for each in (rows, weight)):
         return None
-    if bias is not None and (not operators.is_tensor(bias) or operators.meta(bias).rank != 1):
+    if bias is not None and (not operators.is_tensor(bias) or operators.rank(bias) != 1):
         return None
     of_rows, of_weight, of_value = (operators.meta(each) for each in (rows, weight, value))
     if of_weight.rank != 2 or of_rows.rank < 1 or of_value.shape[:-1] != of_rows.shape[:-1]:
         return None
-    if bias is not None and operators.meta(bias).shape != of_value.shape[-1:]:
+    if bias is not None and operators.shape(bias) != of_value.shape[-1:]:
         return None
     if of_rows.shape[-1] != of_weight.shape[not is_transposed]:  # einsum repeats a size of one
         return None
@@ -168,7 +168,7 @@ def _untransposed(matrix: Matrix, operators: Operators) -> Matrix:
                 pass
             case _:
                 return matrix
-        if not operators.is_tensor(source) or operators.meta(source).rank != 2:
+        if not operators.is_tensor(source) or operators.rank(source) != 2:
             return matrix
         matrix = Matrix(source, not matrix.is_transposed)
     return matrix

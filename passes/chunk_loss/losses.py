@@ -69,7 +69,7 @@ def site_of(call: Call, node: fx.Node, step: int, wide: Mapping[Value, Wide], op
     if taken is None:
         return None
     assert isinstance(source, Value)
-    rank = operators.meta(source).rank
+    rank = operators.rank(source)
     value = Value(node, step)
     given = call.arguments
     site: Site | None = None
@@ -135,8 +135,8 @@ def _cross_entropy(call: Call, value: Value, taken: Wide, rank: int, operators: 
 
 
 def _require_one_class(index: Any, source: Value, taken: Wide, operators: Operators) -> None:
-    if not isinstance(index, Value) or not operators.is_tensor(index) or operators.meta(index).dtype != torch.int64:
+    if not isinstance(index, Value) or not operators.is_tensor(index) or operators.dtype(index) != torch.int64:
         raise NotALoss("the index is no plain tensor of int64")
-    shape = operators.meta(source).shape
-    if operators.meta(index).shape != (*shape[: taken.classes], 1, *shape[taken.classes + 1 :]):
+    shape = operators.shape(source)
+    if operators.shape(index) != (*shape[: taken.classes], 1, *shape[taken.classes + 1 :]):
         raise NotALoss("it takes another number of classes than one of each row")

@@ -82,7 +82,7 @@ def wide_result(call: Call, value: Value, known: Known) -> Wide | None:
             return replace(wide, path=path, classes=step[1], is_detached=is_detached or is_off)
         if operators.meta(source).device != meta.device:
             raise NotALoss("they are copied to another device")
-        found = _of_one(call, wide, operators.meta(source).rank, value, operators)
+        found = _of_one(call, wide, operators.rank(source), value, operators)
     found = found or _of_two(call, known, is_off)
     if found is None or not meta.dtype.is_floating_point:
         return None
@@ -99,7 +99,7 @@ def _of_one(call: Call, wide: Wide, rank: int, value: Value, operators: Operator
     given = call.arguments
     match call.operator:
         case operator if operator in CONVERSIONS:
-            dtype = operators.meta(value).dtype
+            dtype = operators.dtype(value)
             step = Elementwise("cast", dtype=dtype)
             return replace(wide, steps=(*wide.steps, step)) if wide.form == "logits" else wide
         case aten.tanh if wide.form == "logits":
@@ -159,7 +159,7 @@ def _is_total(value: Value, wide: Wide, known: Known, is_off: bool) -> bool:
     is_cut, keepdim = False, True
     match known.operators.does(value):
         case Call(aten.unsqueeze, {"self": Value() as total, "dim": dim}) as call:
-            if dim % known.operators.meta(value).rank == wide.classes:
+            if dim % known.operators.rank(value) == wide.classes:
                 is_cut, keepdim, value = not known.operators.passes_gradients(call.node), False, total
     if value not in known.totals:
         return False

@@ -127,7 +127,7 @@ class _Writer:
             site.loss.label_smoothing,
             group.scores.scale,
             group.scores.softcap,
-            self.operators.meta(site.value).dtype,
+            self.operators.dtype(site.value),
             needs_grad,
             bool(group.predictions),
         )

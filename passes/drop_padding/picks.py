@@ -38,7 +38,7 @@ def picks_single_tokens(node: fx.Node, tokens_of: Callable[[Any], Tokens | None]
         if pick is None or list(read) != [call.arguments.get("self")]:
             return False
         (dims,), result = read.values(), Value(node, number)
-        taken = pick(call, dims, reader.operators.meta(result).shape, reader)
+        taken = pick(call, dims, reader.operators.shape(result), reader)
         if taken is None:
             return False
         left[result] = taken
@@ -60,7 +60,7 @@ def _part(call: Call, dims: _Dims, shape: tuple[Any, ...], reader: MaskReader) -
 
 def _index(call: Call, dims: _Dims, shape: tuple[Any, ...], reader: MaskReader) -> _Dims | None:
     given = {place: each for place, each in enumerate(call.arguments["indices"]) if each is not None}
-    if any(reader.operators.meta(each).dtype in (torch.bool, torch.uint8) for each in given.values()):
+    if any(reader.operators.dtype(each) in (torch.bool, torch.uint8) for each in given.values()):
         return None
     place = _span_place(dims)
     if place is not None and not _is_one_of_each_row(place, given, dims, reader):

@@ -127,7 +127,7 @@ class _Planner:
             value = value_of(node)
             if node.op != "placeholder" or not self.operators.is_tensor(Value(node)) or not value.is_floating_point():
                 continue
-            shape = self.operators.meta(Value(node)).shape
+            shape = self.operators.shape(Value(node))
             if len(shape) == 3 and shape[:2] == (self.domain.batch, self.domain.length):
                 self.plan.facts[Value(node)] = Tokens((*whole.dims, plain(shape[2])))
 
@@ -186,8 +186,8 @@ class _Planner:
                 raise Refused("query, key and value of an attention are not all of the tokens", node)
         if not self.domain.hides_padding(attention):
             raise Refused("an attention sees keys that the padding mask hides elsewhere", node)
-        shape = self.operators.meta(self.operators.value(node)).shape
-        heads = self.operators.meta(self.operators.read(site.query, node)).shape[1]
+        shape = self.operators.shape(self.operators.value(node))
+        heads = self.operators.shape(self.operators.read(site.query, node))[1]
         first = ((*rows, *plain(heads)),) if len(shape) == 3 else (rows, plain(heads))
         self.plan.facts[self.operators.value(node)] = Tokens((*first, (span,), plain(shape[-1])))
         self.plan.attentions[node] = attention

@@ -319,7 +319,7 @@ def _cross_entropy(made: Reading) -> Step:
     _plain_dims(made, tokens, (classes,))
     target = made["target"]
     dims = [dim for i, dim in enumerate(tokens.dims) if i != classes]
-    if made.operators.meta(target).dtype != torch.int64 or len(made.shape_of(target)) != len(dims):
+    if made.operators.dtype(target) != torch.int64 or len(made.shape_of(target)) != len(dims):
         raise Refused("its targets are no labels")
     entering = made.entering(target, dims, made["ignore_index"])
     if not isinstance(entering, Entering):

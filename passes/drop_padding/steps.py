@@ -93,7 +93,7 @@ class Reading:
         return found
 
     def shape_of(self, value: Value) -> tuple[Any, ...]:
-        return self.operators.meta(value).shape
+        return self.operators.shape(value)
 
     def require_plain(self, *names: str) -> None:
         for name in names:

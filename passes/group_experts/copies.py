@@ -36,7 +36,7 @@ def copied_from(operators: Operators, value: Any) -> Value | None:
     source = call.arguments.get("self") if call is not None else None
     if call is None or not isinstance(source, Value):
         return None
-    same = call.overload is aten.view.default and operators.meta(source).shape == operators.meta(value).shape
+    same = call.overload is aten.view.default and operators.shape(source) == operators.shape(value)
     return source if same or call.operator in COPIES else None
 
 

@@ -108,8 +108,8 @@ class CountSums:
         return self.of(call.arguments["self"]) if call is not None and is_read else None
 
     def _item(self, value: Value, index: Index) -> Any:
-        is_tensor = self._operators.is_tensor(value) and self._operators.meta(value).rank == len(index)
-        if not is_tensor or self._operators.meta(value).dtype not in INDEX_DTYPES:
+        is_tensor = self._operators.is_tensor(value) and self._operators.rank(value) == len(index)
+        if not is_tensor or self._operators.dtype(value) not in INDEX_DTYPES:
             return None
         try:
             found = as_number(self._reader.read(value, index))
@@ -125,7 +125,7 @@ class CountSums:
         if isinstance(vector, fx.Node):
             is_tensor = makes_tensor(vector) and vector.op != "output"
             vector = self._operators.value(vector) if is_tensor else None
-        shape = self._operators.meta(vector).shape if self._operators.is_tensor(vector) else ()
+        shape = self._operators.shape(vector) if self._operators.is_tensor(vector) else ()
         if len(shape) != 1 or not isinstance(shape[0], int):
             return None
         if vector not in self._items:
@@ -159,7 +159,7 @@ def total_of(vector: Value, sets: RowSets) -> Total | None:
     """What the counts in ``vector`` sum to; None if nothing is known."""
     value: Value | None = vector
     # A cast to a narrower dtype on the way would round or wrap.
-    while value is not None and sets.operators.meta(value).dtype in COUNT_DTYPES:
+    while value is not None and sets.operators.dtype(value) in COUNT_DTYPES:
         found = _total(value, sets)
         if found is not None:
             return found
@@ -176,10 +176,10 @@ def _total(value: Value, sets: RowSets) -> Total | None:
                 return None
             # one_hot refuses ids that have no class, so each slot is counted once, unless slots were merged before.
             distinct = not mask.any_slot or are_distinct(operators, mask.selected)
-            return Total(math.prod(operators.meta(mask.selected).shape), distinct and mask.classes is not None)
+            return Total(math.prod(operators.shape(mask.selected)), distinct and mask.classes is not None)
         case Call(aten.histc, {"self": ids, "bins": int()}):
             # Whatever the bins are, each number is in one of them or in none.
-            return Total(math.prod(operators.meta(ids).shape), exact=False)
+            return Total(math.prod(operators.shape(ids)), exact=False)
         case Call(
             aten.scatter_add, {"self": base, "dim": 0 | -1, "index": Value() as ids, "src": Value() as ones}
         ) | Call(
@@ -187,9 +187,9 @@ def _total(value: Value, sets: RowSets) -> Total | None:
             {"self": base, "dim": 0 | -1, "index": Value() as ids, "source": Value() as ones, "alpha": 1},
         ):
             # A one is added to zeros for each id.
-            shape = operators.meta(ids).shape
+            shape = operators.shape(ids)
             is_count = (fill_of(operators, base), fill_of(operators, ones)) == (Fill.ZEROS, Fill.ONES)
-            is_count = is_count and len(shape) == 1 and shape == operators.meta(ones).shape
+            is_count = is_count and len(shape) == 1 and shape == operators.shape(ones)
             return Total(shape[0], exact=True) if is_count else None
     return None
 
@@ -203,7 +203,7 @@ def counts_by_expert(total: Any, sets: RowSets) -> Mask | None:
     if call is None or call.overload is not aten.sum.dim_IntList or call.arguments["keepdim"]:
         return None
     mask = sets.mask(call.arguments["self"])
-    if mask is None or not call.arguments["dim"] or sets.operators.meta(total).dtype not in COUNT_DTYPES:
+    if mask is None or not call.arguments["dim"] or sets.operators.dtype(total) not in COUNT_DTYPES:
         return None
     summed = {dim % len(mask.axes) for dim in call.arguments["dim"]}
     kept = [axis for i, axis in enumerate(mask.axes) if i not in summed]

@@ -64,14 +64,14 @@ def find_sink(node: fx.Node, sets: RowSets) -> Sink | None:
 
 
 def _is_alike(first: Any, second: Value, operators: Operators) -> bool:
-    return operators.is_tensor(first) and operators.meta(first).shape == operators.meta(second).shape
+    return operators.is_tensor(first) and operators.shape(first) == operators.shape(second)
 
 
 def _put(node: fx.Node, accumulator: Value, index: Index, written: Any, sets: RowSets) -> Sink | None:
     """``out[rows] = out[rows] + added``, or ``out[rows] = added``."""
     match sets.operators.does(written):
-        case Call(aten.add, {"self": first, "other": second, "alpha": 1}) as add:
-            for read, added in ((first, second), (second, first))[: 1 if add.written else 2]:
+        case Call(aten.add, {"alpha": 1}) as add:
+            for read, added in add.either_way:
                 if _reads(read, accumulator, index, sets):
                     return _checked(sets, node, index.rows, added, parts=(read.node, written.node))
     return _checked(sets, node, index.rows, written, adds=False)

@@ -257,7 +257,7 @@ class BodyMatcher:
         rows = self._row_operands(nodes, names[0])
         if rows is None:
             raise LeftAlone("the body multiplies an expert's matrix by something else than rows", first)
-        if value_of(rows[0]).dim() != 2 or not self._rows_first(rows[0]) or self.operators.meta(weights[0]).rank != 2:
+        if value_of(rows[0]).dim() != 2 or not self._rows_first(rows[0]) or self.operators.rank(weights[0]) != 2:
             raise LeftAlone("a product of the body is not one of a [rows, K] by a matrix", first)
         self._check_same_weights(weights, first)
         weight, flipped = self._per_expert(weights, matrix=True)
@@ -339,7 +339,7 @@ class BodyMatcher:
         if not all(self.operators.is_tensor(value) for value in values):
             raise LeftAlone("the experts compute with different numbers", user)
         self._check_same_weights(values, user)
-        shape = self.operators.meta(values[0]).shape
+        shape = self.operators.shape(values[0])
         rank = value_of(user).dim() if makes_tensor(user) else -1
         fits = (rank == 2 and (len(shape) < 2 or (len(shape) == 2 and shape[0] == 1))) or (rank == 1 and shape == ())
         if not fits:
@@ -391,7 +391,7 @@ class BodyMatcher:
         """``base`` if the value is ``base[expert]``, or that item of ``base.unbind()``."""
         match self.operators.does(value):
             case Call(aten.select, {"self": base, "dim": int() as dim, "index": int() as index}):
-                shape = self.operators.meta(base).shape
+                shape = self.operators.shape(base)
                 is_of_expert = isinstance(shape[0], int) and not dim % len(shape) and index % shape[0] == expert
                 return base if is_of_expert else None
         return None

@@ -73,7 +73,7 @@ def _before_views(operators: Operators, value: Value, expert: int) -> tuple[Valu
     """
     steps: list[tuple[str, int]] = []
     while (call := operators.does(value)) is not None:
-        rank = operators.meta(value).rank
+        rank = operators.rank(value)
         if call.operator is aten.unsqueeze:
             steps.append((NEW, call.arguments["dim"] % rank))
         elif call.overload is aten.select.int and call.arguments["index"] == expert and rank == 1:
@@ -83,7 +83,7 @@ def _before_views(operators: Operators, value: Value, expert: int) -> tuple[Valu
         else:
             break
         value = call.arguments["self"]
-    dims = [KEPT] * operators.meta(value).rank
+    dims = [KEPT] * operators.rank(value)
     for what, dim in reversed(steps):
         if what == NEW:
             # Dimensions are counted without the column that was taken, which is the last one.
@@ -112,6 +112,6 @@ def weights_behind_sum(value: Value, rows: Any, sets: RowSets) -> tuple[Value, s
         if read is None or not isinstance(weights, Value) or (read.axes, read.expert) != ((TOKEN, SLOT), rows.expert):
             continue
         same = operators.number(read.selected) == operators.number(rows.mask.selected)
-        if same and operators.is_tensor(weights) and operators.meta(weights).dtype == operators.meta(value).dtype:
+        if same and operators.is_tensor(weights) and operators.dtype(weights) == operators.dtype(value):
             return weights, {value.node, product.node, *read.nodes}
     return None

@@ -131,7 +131,7 @@ class PermutedRows:
         order = self._order(self.reader.leaves.get(found[0].func.__name__)) if len(found) == 1 else None
         if tokens is None or order is None or not _is_matrix(value_of(tokens)):
             return None
-        slots, count = self.operators.meta(order).shape[0], self.operators.meta(source).shape[0]
+        slots, count = self.operators.shape(order)[0], self.operators.shape(source)[0]
         if expression(value_of(node).shape[0]) != slots:  # a part of the order may leave slots out
             return None
         top_k = sympy.cancel(sympy.sympify(slots) / count) if count != 0 else sympy.S.Zero
@@ -199,11 +199,11 @@ class PermutedRows:
         order = self._undone(found[1]) if found is not None else None
         if by_slot is None or found is None or order is None:
             return None
-        shapes = [operators.meta(value).shape for value in (by_token, by_slot, found[0])]
+        shapes = [operators.shape(value) for value in (by_token, by_slot, found[0])]
         if len(shapes[0]) != 3 or len(shapes[1]) != 2 or shapes[0][2] != shapes[1][1] or shapes[2] != shapes[1]:
             return None
         taken = known.get((operators.number(order), shapes[0][1]))
-        if taken is None or shapes[1][0] != operators.meta(order).shape[0]:
+        if taken is None or shapes[1][0] != operators.shape(order)[0]:
             return None
         rows, weights = self._weighted(found[0], order)
         given = [self._operand(each, node) for each in (rows, *([weights] if weights is not None else []))]
@@ -214,7 +214,7 @@ class PermutedRows:
         # It would add up, or pass gradients on, in narrower numbers.
         if torch.promote_types(work, out) != work or any(torch.promote_types(each, out) != out for each in dtypes):
             return None
-        if operators.meta(rows).shape != shapes[1]:
+        if operators.shape(rows) != shapes[1]:
             return None
         return SummedRows(node, taken.order, taken.top_k, given[0], given[1] if len(given) > 1 else None)  # type: ignore[arg-type]
 
@@ -259,7 +259,7 @@ class PermutedRows:
     def _by_slot(self, factor: Value, order: Value) -> Value | None:
         """``w`` of ``w[order][:, None]``: ``[slots]`` or ``[slots, 1]``."""
         operators = self.operators
-        shape = operators.meta(factor).shape
+        shape = operators.shape(factor)
         if len(shape) != 2 or shape[1] != 1:
             return None
         call = self._does(self._widened(factor))
@@ -268,8 +268,8 @@ class PermutedRows:
         found = self._indexed(self._widened(factor))
         if found is None or operators.number(found[1]) != operators.number(order):
             return None
-        given = operators.meta(found[0]).shape
-        return found[0] if given[0] == operators.meta(order).shape[0] and given[1:] in ((), (1,)) else None
+        given = operators.shape(found[0])
+        return found[0] if given[0] == operators.shape(order)[0] and given[1:] in ((), (1,)) else None
 
     def _undone(self, inverse: Value) -> Value | None:
         """The ``order`` of which ``inverse[order[i]]`` is ``i`` for all ``i``."""
@@ -310,11 +310,11 @@ class PermutedRows:
         """Are all of these integers less than ``bound``?"""
         call = self.operators.does(numbers)
         source = call.arguments.get("self") if call is not None else None
-        if call is None or not isinstance(source, Value) or self.operators.meta(numbers).dtype not in INDEX_DTYPES:
+        if call is None or not isinstance(source, Value) or self.operators.dtype(numbers) not in INDEX_DTYPES:
             return False
         is_place = call.operator in (aten.argmax, aten.argmin)
         if is_place or (call.operator in (aten.topk, aten.sort, aten.max, aten.min) and numbers.leaf == 1):
-            shape, dim = self.operators.meta(source).shape, call.arguments.get("dim")
+            shape, dim = self.operators.shape(source), call.arguments.get("dim")
             size = shape[dim] if isinstance(dim, int) and shape else None
             return isinstance(size, int | sympy.Integer) and int(size) <= bound
         is_same = call.overload is aten.view.default or call.operator in (aten.unsqueeze, aten.sort)

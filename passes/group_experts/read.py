@@ -50,7 +50,7 @@ def read_row_indices(graph: ReadGraph, grouped: Collection[GroupedLoop]) -> list
 def _is_of_indices(rows: RowSet, operators: Operators) -> bool:
     """``where`` or ``nonzero`` of one expert, in a form whose order is known, and that a piece can stand for."""
     value = value_of(rows.root)
-    if rows.mask.axes not in _AXES or rows.mask.any_slot or operators.meta(rows.mask.selected).dtype not in IDS:
+    if rows.mask.axes not in _AXES or rows.mask.any_slot or operators.dtype(rows.mask.selected) not in IDS:
         return False
     if isinstance(value, torch.Tensor):
         return value.dim() == 2 and value.dtype is not torch.bool  # a boolean index is no vector of indices

@@ -220,7 +220,7 @@ class _Reader:
         effects = self.graph.effects[node]
         if effects.kind is Kind.ASSERT:
             mask = row_sets[0].mask
-            sizes = self.operators.meta(mask.selected).shape
+            sizes = self.operators.shape(mask.selected)
             most = sizes[0] if SLOT not in mask.axes else math.prod(sizes)
             if not cannot_fail(node, [rows.count for rows in row_sets], most):
                 return False

@@ -152,10 +152,10 @@ class RowSets:
         mask = self.mask(call.arguments["self"])
         if mask is None or mask.expert is None:
             return None
-        return RowSet(value.node, mask, self.operators.meta(value).shape[0])
+        return RowSet(value.node, mask, self.operators.shape(value)[0])
 
     def _boolean_index(self, value: Value) -> RowSet | None:
-        if not self.operators.is_tensor(value) or self.operators.meta(value).dtype is not torch.bool:
+        if not self.operators.is_tensor(value) or self.operators.dtype(value) is not torch.bool:
             return None
         for user in value.node.users:
             for step, call in enumerate(self.operators.calls(user) or ()):
@@ -165,7 +165,7 @@ class RowSets:
                     if mask is None or mask.expert is None or mask.axes not in ((TOKEN,), (TOKEN, SLOT)):
                         return None
                     if all(item is None for item in call.arguments["indices"][:before]):
-                        return RowSet(value.node, mask, self.operators.meta(Value(user, step)).shape[before])
+                        return RowSet(value.node, mask, self.operators.shape(Value(user, step))[before])
         return None
 
     def index(self, value: Any, rank: int = 1) -> Index | None:
@@ -173,9 +173,9 @@ class RowSets:
         if not self.operators.is_tensor(value):
             return None
         boolean = self._row_set(value)
-        if boolean is not None and boolean.root is value.node and self.operators.meta(value).dtype is torch.bool:
+        if boolean is not None and boolean.root is value.node and self.operators.dtype(value) is torch.bool:
             return Index(boolean, boolean.mask.axes, is_boolean=True)
-        if self.operators.meta(value).rank != rank or self.operators.meta(value).dtype is not torch.int64:
+        if self.operators.rank(value) != rank or self.operators.dtype(value) is not torch.int64:
             return None
         try:
             found = self._reader.source(value, _AXES[:rank])
@@ -200,11 +200,11 @@ class RowSets:
         return self._masks[value]
 
     def _mask(self, value: Value) -> Mask | None:
-        operators, shape = self.operators, self.operators.meta(value).shape
+        operators, shape = self.operators, self.operators.shape(value)
         if not 0 < len(shape) <= len(_AXES):
             return None
         element = self._reader.source(value, _AXES[: len(shape)])
-        if operators.meta(value).dtype.is_floating_point:
+        if operators.dtype(value).is_floating_point:
             call = operators.does(element.value)
             if call is None or call.operator not in (*CONVERSIONS, aten.scatter):
                 return None
@@ -237,9 +237,9 @@ class RowSets:
             value = source
         match self.operators.does(value):
             case Call(aten.scatter, {"self": base, "dim": 1 | -1, "index": Value() as ids, "value": 1}):
-                if self.operators.meta(ids).rank != 2 or fill_of(self.operators, base) is not Fill.ZEROS:
+                if self.operators.rank(ids) != 2 or fill_of(self.operators, base) is not Fill.ZEROS:
                     return None
-                classes = self.operators.meta(value).shape[1]
+                classes = self.operators.shape(value)[1]
                 return Mask(ids, (TOKEN, EXPERT), classes=classes, any_slot=True), leaf.args
             case Call(operator, {"self": of, "dim": dim, "keepdim": keepdim}) if operator in _OVER_SLOTS:
                 mask = self.mask(of) if not value.leaf else None
@@ -255,7 +255,7 @@ class RowSets:
 
     def _placed(self, mask: Mask, places: Sequence[Any], source: Value, value: Value) -> Mask | None:
         """``mask``, whose axes are those of ``source``, as it is in ``value``, which reads ``source`` at ``places``."""
-        of_source, shape = self.operators.meta(source).shape, self.operators.meta(value).shape
+        of_source, shape = self.operators.shape(source), self.operators.shape(value)
         axes, expert = [ONE] * len(shape), mask.expert
         alone = []
         for axis, place, size in itertools.zip_longest(mask.axes, places, of_source):
@@ -307,7 +307,7 @@ class RowSets:
         for call in (call for node in nodes for call in self.operators.calls(node) or ()):
             match call:
                 case Call(aten.one_hot, {"self": Value() as ids, "num_classes": int() as classes}) if classes > 0:
-                    of = self._reader.read(ids, _AXES[: self.operators.meta(ids).rank])
+                    of = self._reader.read(ids, _AXES[: self.operators.rank(ids)])
                     if self._reader.leaves.get(getattr(of.func, "__name__", "")) == selected:
                         return classes
         return None
@@ -323,7 +323,7 @@ def are_distinct(operators: Operators, selected: Value) -> bool:
 
     It does if there is one slot, or if the rows are those of the indices of ``topk`` along its last dimension.
     """
-    shape = operators.meta(selected).shape
+    shape = operators.shape(selected)
     if len(shape) == 1 or is_known(shape[-1], 1):
         return True
     value: Any = selected
@@ -332,7 +332,7 @@ def are_distinct(operators: Operators, selected: Value) -> bool:
         if call is None:
             return False
         if call.operator is torch.ops.aten.topk:
-            rank = operators.meta(value).rank
+            rank = operators.rank(value)
             return value.leaf == 1 and call.arguments["dim"] in (-1, rank - 1)
         if call.operator not in COPIES and call.overload is not aten.view.default:
             return False

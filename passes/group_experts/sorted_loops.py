@@ -149,7 +149,7 @@ class _Reader:
         total = total_of(counts, self.graph.sets)
         if total is None or not bool(total.rows == all_rows):
             return None
-        return Total(total.rows, total.exact and self.operators.meta(counts).shape[0] == experts)
+        return Total(total.rows, total.exact and self.operators.shape(counts)[0] == experts)
 
     def _is_put_back(self, whole: fx.Node, all_rows: Any) -> bool:
         """``empty_like(whole)[order] = whole`` with all rows' ``order``: raises unless ``whole`` has all rows.
@@ -168,7 +168,7 @@ class _Reader:
                 case _:
                     continue
             is_new = fill_of(operators, into) is not None
-            same = is_new and operators.meta(into).shape[0] == expression(value_of(whole).shape[0])
+            same = is_new and operators.shape(into)[0] == expression(value_of(whole).shape[0])
             index = operators.meta(order)
             if (
                 same

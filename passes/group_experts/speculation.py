@@ -88,7 +88,7 @@ def _counts_others(
     selected = _counted(hits, graph) if hits is not None else None
     if selected is None:
         return "what it iterates over is not the nonzero positions of the row counts of a mask"
-    if 0 in graph.operators.meta(selected).shape:
+    if 0 in graph.operators.shape(selected):
         # Then no expert is hit, nothing is computed, and what nothing was added to needs no gradient.
         return "there are no tokens"
     number = graph.operators.number

@@ -158,7 +158,7 @@ def _site(
 
 def _node_at(value: Any, output: fx.Node, operators: Operators) -> fx.Node:
     """The node of a query, key or value; the output finds in its memory what the attention reads."""
-    if not operators.is_tensor(value) or operators.meta(value).rank != 4:
+    if not operators.is_tensor(value) or operators.rank(value) != 4:
         raise NotAttention("query, key and value are not plain tensors of four dimensions")
     node = operators.operand(value, output)
     if node is None:

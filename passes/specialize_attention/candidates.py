@@ -89,7 +89,7 @@ def _is_product(node: fx.Node, rank: int, operators: Operators) -> bool:
 
 def _rank(node: fx.Node, operators: Operators) -> int:
     value = operators.value(node)
-    return operators.meta(value).rank if operators.is_tensor(value) else 0
+    return operators.rank(value) if operators.is_tensor(value) else 0
 
 
 def _is_made_by(value: Any, operator: Any, operators: Operators) -> bool:

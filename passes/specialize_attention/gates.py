@@ -36,11 +36,10 @@ class Gate:
 
 def read_gate(output: Value, call: Call, reader: IndexReader) -> Gate | None:
     """The gate that ``output``, a product of elements, is the result of; None if it is none."""
-    first, second = call.arguments["self"], call.arguments["other"]
-    for result, factor in ((first, second), (second, first)):
+    for result, factor in call.either_way:
         if not all(reader.operators.is_tensor(each) for each in (result, factor)):
             return None
-        is_whole = reader.operators.meta(result).rank == 4 and reader.shape(result) == reader.shape(output)
+        is_whole = reader.operators.rank(result) == 4 and reader.shape(result) == reader.shape(output)
         if is_whole and product_of(reader.operators.does(result), reader.operators) is not None:
             found = _factor(factor, reader)
             if found is not None:
@@ -69,7 +68,7 @@ def _factor(factor: Value, reader: IndexReader) -> tuple[Value, Element, tuple[V
     found = _computed(Element(minuend, broadcast_index(found.index, reader.shape(minuend))), links, reader)
     match operators.does(found.value):
         case Call(aten.logsumexp, {"self": Value() as scores, "dim": (int() as dim,)}):
-            is_over_keys = operators.meta(scores).rank == 4 and dim in (3, -1)
+            is_over_keys = operators.rank(scores) == 4 and dim in (3, -1)
             rows = broadcast_index(places(4), (*reader.shape(scores)[:3], 1))
             is_of_rows = found.index in (rows, rows[:3])
             return (scores, of_sinks, tuple(links)) if is_over_keys and is_of_rows else None

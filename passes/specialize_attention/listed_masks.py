@@ -148,7 +148,7 @@ def _require_small_factors(factors: Value, reader: IndexReader) -> None:
     if reader.dtype(factors) == torch.bool:
         return
     try:
-        number = as_number(reader.read(factors, places(reader.operators.meta(factors).rank)))
+        number = as_number(reader.read(factors, places(reader.operators.rank(factors))))
         is_small = is_selected_constant(number) and holds_where(number, _is_small) == sympy.true
     except (Unreadable, NotAView):
         is_small = False
@@ -266,7 +266,7 @@ def _require_gradient(node: fx.Node, site: AttentionSite) -> None:
 def _cast_to(added: Value, site: AttentionSite, operators: Operators) -> torch.dtype | None:
     """Autocast casts what ``scaled_dot_product_attention`` adds, as it casts query, key and value."""
     output: torch.Tensor = value_of(site.output)
-    if site.inside or operators.meta(added).dtype == output.dtype:
+    if site.inside or operators.dtype(added) == output.dtype:
         return None
     with operators.mode(site.output).entered():
         return output.dtype if torch.is_autocast_enabled(output.device.type) else None

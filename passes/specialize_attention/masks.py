@@ -93,13 +93,13 @@ def hidden_number(mask: Mask, batch: Any, reader: MaskReader) -> float:
 
 def _element(mask: Mask, batch: Any, reader: MaskReader) -> Any:
     """What the mask holds for a score."""
-    rank = reader.operators.meta(mask.value).rank
+    rank = reader.operators.rank(mask.value)
     return reader.read(mask.value, (sympy.Integer(0) if batch == 1 else BATCH, HEAD, QUERY, KEY)[4 - rank :])
 
 
 def _shown(mask: Mask, element: Any, reader: MaskReader) -> Any:
     """The condition under which a query sees a key."""
-    visible = _visible(element, mask.factor, reader.operators.meta(mask.value).dtype)
+    visible = _visible(element, mask.factor, reader.operators.dtype(mask.value))
     return sympy.Not(visible) if mask.role == "hides" else visible
 
 

@@ -82,8 +82,8 @@ def _how(node: fx.Node, operators: Operators, lengths: Collection[Any]) -> str:
 
 
 def _convolution(call: Call, operators: Operators, lengths: Collection[Any]) -> str:
-    weight = operators.meta(call.arguments["weight"]).shape
-    given = operators.meta(call.arguments["input"]).shape
+    weight = operators.shape(call.arguments["weight"])
+    given = operators.shape(call.arguments["input"])
     made = call.recorded.results[0].shape
     for dim in range(2, len(weight)):
         if weight[dim] != 1 and (_is_one(given[dim], lengths) or _is_one(made[dim], lengths)):

@@ -22,14 +22,14 @@ def regrouped_from(value: Value, operators: Operators) -> Value | None:
 
     None: it is no such view.
     """
-    if not operators.is_tensor(value) or operators.meta(value).rank not in (3, 4):
+    if not operators.is_tensor(value) or operators.rank(value) not in (3, 4):
         return None
-    index = places(operators.meta(value).rank)
+    index = places(operators.rank(value))
     try:
         element = source_of(operators, value, index)
     except NotAView:
         return None
-    before, after = operators.meta(element.value).shape, operators.meta(value).shape
+    before, after = operators.shape(element.value), operators.shape(value)
     is_regrouped = sorted((len(before), len(after))) == [3, 4] or before == after
     return element.value if is_regrouped and element.index == _same_rows(index, before, after) else None
 
@@ -78,15 +78,15 @@ def elements_behind(element: Element, gradients: Gradients) -> Iterator[Element]
 
 def before_widening(value: Any, output: Value, operators: Operators) -> Any:
     """Of a tensor of the output's dtype that was converted to a wider one, which holds the same numbers, the tensor."""
-    dtype, gradients = operators.meta(output).dtype, Gradients(output.node, operators)
-    while operators.is_tensor(value) and operators.meta(value).dtype != dtype and gradients.pass_through(value.node):
+    dtype, gradients = operators.dtype(output), Gradients(output.node, operators)
+    while operators.is_tensor(value) and operators.dtype(value) != dtype and gradients.pass_through(value.node):
         call = operators.does(value)
         if call is None or call.operator not in CONVERSIONS:
             break
         before = call.arguments["self"]
-        if not operators.is_tensor(before) or operators.meta(before).dtype != dtype:
+        if not operators.is_tensor(before) or operators.dtype(before) != dtype:
             break
-        if torch.promote_types(dtype, operators.meta(value).dtype) != operators.meta(value).dtype:
+        if torch.promote_types(dtype, operators.dtype(value)) != operators.dtype(value):
             break
         value = before
     return value
@@ -102,7 +102,7 @@ def is_zeros(value: Value, output: fx.Node, reader: IndexReader) -> bool:
     if Gradients(output, reader.operators).reach(value):
         return False
     try:
-        return bool(reader.read(value, places(reader.operators.meta(value).rank)) == 0)
+        return bool(reader.read(value, places(reader.operators.rank(value))) == 0)
     except (Unreadable, NotAView):
         return False
 

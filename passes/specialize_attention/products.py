@@ -30,7 +30,7 @@ def product_of(call: Call | None, operators: Operators) -> Product | None:
     match call:
         case Call(aten.matmul, {"self": Value() as left, "other": Value() as right}):
             # Of tensors of several ranks, one is repeated for the other's rows.
-            is_one_rank = operators.meta(left).rank == operators.meta(right).rank
+            is_one_rank = operators.rank(left) == operators.rank(right)
             return Product(left, right, False) if is_one_rank else None
         case Call(
             aten.baddbmm,
@@ -45,7 +45,7 @@ def product_of(call: Call | None, operators: Operators) -> Product | None:
             # By a beta of 0 what is added is not read: NaN in it are no NaN of the result.
             return Product(left, right, False, factor, added if beta else None, None if beta else added)
         case Call(aten.einsum, {"equation": str() as equation, "tensors": [Value() as first, Value() as second]}):
-            names, result = _named(equation.replace(" ", ""), operators.meta(first).rank, operators.meta(second).rank)
+            names, result = _named(equation.replace(" ", ""), operators.rank(first), operators.rank(second))
             for (left, of_left), (right, of_right) in (
                 ((first, names[0]), (second, names[-1])),
                 ((second, names[-1]), (first, names[0])),

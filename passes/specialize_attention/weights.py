@@ -31,9 +31,9 @@ def softmax_behind(weights: Any, chain: Chain, operators: Operators) -> Value | 
         chain.links.append(weights)
         match call:
             case Call(aten.softmax, {"self": scores, "dim": dim}):
-                rank = operators.meta(weights).rank
+                rank = operators.rank(weights)
                 is_over_keys = rank in (3, 4) and isinstance(dim, int) and dim % rank == rank - 1
-                chain.dtypes.append(operators.meta(weights).dtype)
+                chain.dtypes.append(operators.dtype(weights))
                 return scores if is_over_keys and operators.is_tensor(scores) else None
             case Call(aten.dropout, {"input": kept, "p": p, "train": train}):
                 if train and p != 0:
@@ -63,8 +63,8 @@ def softmax_behind(weights: Any, chain: Chain, operators: Operators) -> Value | 
 
 def is_filled_in(filling: Any, tensor: Any, operators: Operators) -> bool:
     """Is ``filling`` a number, or a tensor of one, in place of items of ``tensor``?"""
-    is_number = not operators.is_tensor(filling) or not operators.meta(filling).rank
-    return is_number and operators.is_tensor(tensor) and operators.meta(tensor).rank > 0
+    is_number = not operators.is_tensor(filling) or not operators.rank(filling)
+    return is_number and operators.is_tensor(tensor) and operators.rank(tensor) > 0
 
 
 def regrouped(value: Value, chain: Chain, operators: Operators) -> Value:
@@ -107,8 +107,8 @@ def _is_same(mask: Mask, filling: Filling, reader: IndexReader) -> bool:
     operators = reader.operators
     if mask.role == "added" or not operators.is_tensor(filling.mask):
         return False
-    of_mask, of_filling = (places(operators.meta(each).rank) for each in (mask.value, filling.mask))
-    if len(of_filling) == 3 and operators.meta(filling.weights).rank == 3:
+    of_mask, of_filling = (places(operators.rank(each)) for each in (mask.value, filling.mask))
+    if len(of_filling) == 3 and operators.rank(filling.weights) == 3:
         of_filling = (_ROW_AND_HEAD, *of_filling[1:])
     try:
         of_scores = as_boolean(reader.read(mask.value, of_mask))
@@ -119,7 +119,7 @@ def _is_same(mask: Mask, filling: Filling, reader: IndexReader) -> bool:
 
 
 def _is_all_but_the_last(call: Call, whole: Value, part: Value, operators: Operators) -> bool:
-    before, after = operators.meta(whole).shape, operators.meta(part).shape
+    before, after = operators.shape(whole), operators.shape(part)
     starts, steps = call.arguments["start"] in (None, 0), call.arguments["step"] == 1
     return starts and steps and (*before[:-1], before[-1] - 1) == tuple(after)
 
@@ -138,8 +138,8 @@ def without_sinks(value: Value, chain: Chain, operators: Operators) -> Value:
     """Takes the column of sinks off the scores."""
     match operators.does(value):
         case Call(aten.cat, {"tensors": (Value() as scores, Value() as sinks), "dim": int() as dim}):
-            column = operators.meta(sinks).shape if operators.is_tensor(sinks) else (None,)
-            if operators.is_tensor(scores) and operators.meta(scores).rank == 4 and dim % 4 == 3 and column[-1] == 1:
+            column = operators.shape(sinks) if operators.is_tensor(sinks) else (None,)
+            if operators.is_tensor(scores) and operators.rank(scores) == 4 and dim % 4 == 3 and column[-1] == 1:
                 chain.links.append(value)
                 chain.sinks = Element(sinks, broadcast_index((*places(4)[:3], sympy.Integer(0)), column))
                 return scores
@@ -149,6 +149,6 @@ def without_sinks(value: Value, chain: Chain, operators: Operators) -> Value:
 def _is_row_maximum(value: Value, scores: Value, operators: Operators) -> bool:
     match operators.does(value):
         case Call(aten.max | aten.amax, {"self": of, "dim": int() | (int(),) as dim, "keepdim": True}):
-            dim, rank = dim[0] if isinstance(dim, tuple) else dim, operators.meta(scores).rank
+            dim, rank = dim[0] if isinstance(dim, tuple) else dim, operators.rank(scores)
             return of == scores and not value.leaf and dim % rank == rank - 1
     return False

@@ -92,7 +92,7 @@ def read_written_out(
     query = operand_behind(product.left, output.node, reader, is_transposed=False)
     key = operand_behind(product.right, output.node, reader, is_transposed=not product.is_transposed)
     value = operand_behind(outer.right, output.node, reader, is_transposed=False)
-    chain.is_key_transposed = key is None and not product.is_transposed and operators.meta(product.right).rank == 4
+    chain.is_key_transposed = key is None and not product.is_transposed and operators.rank(product.right) == 4
     key = product.right if chain.is_key_transposed else key
     if query is None or key is None or value is None:
         return None
@@ -119,8 +119,8 @@ def _require_exact_bias(bias: Value, links: list[Value], chain: Chain, operators
 
     In a narrower dtype a large one is minus infinity, which hides a key.
     """
-    wanted = operators.meta(bias).dtype
-    for dtype in {*(operators.meta(link).dtype for link in links), *chain.dtypes}:
+    wanted = operators.dtype(bias)
+    for dtype in {*(operators.dtype(link) for link in links), *chain.dtypes}:
         if torch.promote_types(dtype, wanted) != dtype:
             raise NotAttention(f"a bias of {wanted} is added to its scores, which are rounded to {dtype}")
 
@@ -128,14 +128,14 @@ def _require_exact_bias(bias: Value, links: list[Value], chain: Chain, operators
 def _require_one_grouping(query: Value, chain: Chain, operators: Operators) -> None:
     """Require that ``[B * H]`` is split into rows and heads as the query splits it: masks are read of that split."""
     masks = [each for each in _operands(chain) if each != chain.bias]
-    shapes = {link: operators.meta(link).shape for link in chain.links}
+    shapes = {link: operators.shape(link) for link in chain.links}
     merged = [operators.does(link) for link, shape in shapes.items() if len(shape) == 3]
     given = [each for each in masks if any(call and each in call.arguments.values() for call in merged)]
     if any(_is_of_rows_and_heads(each, operators) for each in given):
         raise NotAttention("its mask has one dimension for rows and heads together")
     if chain.bias is not None and any(call and chain.bias in call.arguments.values() for call in merged):
         chain.is_bias_merged = _is_of_rows_and_heads(chain.bias, operators)
-    wanted = operators.meta(query).shape[:2]
+    wanted = operators.shape(query)[:2]
     if merged and any(len(shape) == 4 and shape[:2] != wanted for shape in shapes.values()):
         raise NotAttention("rows and heads of its scores are not those of its query")
 
@@ -166,9 +166,9 @@ def _masked(value: Value, chain: Chain, reader: IndexReader) -> Value:
     behind.factor = behind.scale
     behind.dtypes += [reader.dtype(link) for link in behind.links]
     match operators.does(scores):
-        case Call(aten.add, {"self": Value() as first, "other": Value() as second, "alpha": 1 | -1 as sign}) as add:
+        case Call(aten.add, {"self": Value(), "other": Value(), "alpha": 1 | -1 as sign}) as add:
             # In place the scores alone are written: they are in no other memory, as a mask may be.
-            for inner, mask in ((first, second), (second, first))[: 1 if add.written or sign < 0 else 2]:
+            for inner, mask in add.either_way[: 1 if sign < 0 else 2]:
                 unfilled = _without_fillings(inner, dataclasses.replace(behind, links=[]), reader)
                 if operators.is_tensor(mask) and _are_scores(unfilled, operators):
                     dtype = reader.dtype(scores)
@@ -226,7 +226,7 @@ def _operands(chain: Chain) -> list[Value]:
 
 def _is_of_rows_and_heads(value: Value, operators: Operators) -> bool:
     """Of what is added to scores of three dimensions, or hides some."""
-    shape = operators.meta(value).shape
+    shape = operators.shape(value)
     return len(shape) == 3 and shape[0] != 1
 
 
@@ -241,8 +241,8 @@ def _biased(value: Value, chain: Chain, operators: Operators) -> Value:
         return value
     value = regrouped(value, chain, operators)
     match operators.does(value):
-        case Call(aten.add, {"self": Value() as first, "other": Value() as second, "alpha": 1}) as add:
-            for scores, bias in ((first, second), (second, first))[: 1 if add.written else 2]:
+        case Call(aten.add, {"self": Value(), "other": Value(), "alpha": 1}) as add:
+            for scores, bias in add.either_way:
                 if operators.is_tensor(bias) and _is_product(scores, operators):
                     chain.bias = bias
                     chain.links.append(value)
@@ -369,9 +369,8 @@ def _multiplied(value: Value, chain: Chain, output: fx.Node, operators: Operator
 def _factors_of(value: Value, operators: Operators) -> list[tuple[Value, Value]]:
     """The scores and the tensor that they may be multiplied by in ``value``, either way round."""
     match operators.does(value):
-        case Call(aten.mul, {"self": Value() as first, "other": Value() as second}) as times:
-            pairs = [(first, second), (second, first)][: 1 if times.written else 2]
-            return pairs if all(operators.is_tensor(each) for each in (first, second)) else []
+        case Call(aten.mul, {"self": Value(), "other": Value()}) as times:
+            return times.either_way if all(map(operators.is_tensor, times.either_way[0])) else []
     return []
 
 
@@ -392,8 +391,8 @@ def _reads_sizes_alone(user: fx.Node, node: fx.Node, scores: Value, operators: O
     """
     if not is_call(user) or len(user.all_input_nodes) != 2:
         return False
-    shape = operators.meta(operators.value(node)).shape
-    if len(shape) != 4 or shape[-2:] != operators.meta(scores).shape[-2:]:
+    shape = operators.shape(operators.value(node))
+    if len(shape) != 4 or shape[-2:] != operators.shape(scores)[-2:]:
         return False
     match operators.calls(user):
         case [Call(aten.expand, {"self": Value() as source})]:
@@ -412,12 +411,12 @@ def _require_one_precision(
 ) -> None:
     """What is computed between the operands and the result is at least as exact as the result's dtype."""
     wanted = operators.meta(output)
-    of_operands = {operators.meta(each).dtype for each in operands}
+    of_operands = {operators.dtype(each) for each in operands}
     is_cast = torch.is_autocast_enabled(wanted.device.type)
     is_cast = is_cast or bool(operators.mode(output.node).autocast)
     if of_operands != {wanted.dtype} and not (is_cast and torch.float64 not in of_operands):
         names = ", ".join(sorted(str(each) for each in of_operands | {wanted.dtype}))
         raise NotAttention(f"its parts are of several dtypes: {names}")
-    for each in {operators.meta(link).dtype for link in links}:
+    for each in {operators.dtype(link) for link in links}:
         if torch.promote_types(each, wanted.dtype) != each:
             raise NotAttention(f"its parts are of several dtypes: {each} between {wanted.dtype}")
