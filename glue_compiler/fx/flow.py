@@ -163,7 +163,7 @@ class Flow(Generic[F]):
     def _read(self, scope: Scope) -> None:
         bodies = scope.bodies
         self._bodies |= bodies
-        for node in scope.module.graph.nodes:
+        for node in scope.graph.nodes:
             if node in bodies:
                 self._read(bodies[node])
             elif node.op == "placeholder":

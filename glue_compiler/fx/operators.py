@@ -104,7 +104,7 @@ class Operators:
 
     def __post_init__(self) -> None:
         for scope in self.numbering.scopes:
-            self._modules[scope.module.graph] = scope.module
+            self._modules[scope.graph] = scope.module
             if scope.call is not None:
                 pairs = zip(scope.call.placeholders, scope.call.operands, strict=True)
                 call = scope.call.node

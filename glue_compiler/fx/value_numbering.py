@@ -59,6 +59,10 @@ class Scope:
     children: list[Scope] = field(default_factory=list)
 
     @property
+    def graph(self) -> fx.Graph:
+        return self.module.graph
+
+    @property
     def depth(self) -> int:
         return 0 if self.parent is None else self.parent.depth + 1
 
@@ -124,7 +128,7 @@ class Numbering:
     @property
     def nodes(self) -> list[fx.Node]:
         """Of all scopes, as they are now."""
-        return [node for scope in self.scopes for node in scope.module.graph.nodes]
+        return [node for scope in self.scopes for node in scope.graph.nodes]
 
     def recompile(self) -> None:
         """To be called after a rewrite."""
@@ -246,7 +250,7 @@ class _Numberer:
         inherited = {}
         if scope.call is not None:
             inherited = dict(zip(scope.call.placeholders, scope.call.operands, strict=True))
-        for node in scope.module.graph.nodes:
+        for node in scope.graph.nodes:
             self.mode = self.analysis.mode_of(scope.module, node).autocast
             if node.op == "placeholder" or node.op == "get_attr":
                 storages = storages_of(value_of(node))

@@ -65,7 +65,7 @@ def operators_of(graph: fx.GraphModule) -> list[str]:
     return [
         f"{node.name} = {call.overload}({', '.join(f'{name}={shown(item)}' for name, item in call.arguments.items())})"
         for scope in numbering.scopes
-        for node in scope.module.graph.nodes
+        for node in scope.graph.nodes
         for call in operators.calls(node) or ()
     ]
 

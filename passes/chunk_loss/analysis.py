@@ -106,7 +106,7 @@ def plan_losses(operators: Operators, settings: Settings) -> LossPlan:
     plan = LossPlan()
     for scope in operators.numbering.scopes:
         dead: set[fx.Node] | None = None
-        order = {node: place for place, node in enumerate(scope.module.graph.nodes)}
+        order = {node: place for place, node in enumerate(scope.graph.nodes)}
         for head in _heads(scope, operators, plan):
             dead = dead_nodes(scope, operators) if dead is None else dead
             try:
@@ -121,7 +121,7 @@ def plan_losses(operators: Operators, settings: Settings) -> LossPlan:
 def _heads(scope: Scope, operators: Operators, plan: LossPlan) -> Iterator[Head]:
     """The products whose results end in losses; of losses that end none, the plan is told."""
     seen: set[Value] = set()
-    for node in scope.module.graph.nodes:
+    for node in scope.graph.nodes:
         if not is_call(node) or not operators.dispatches(node, _ENDS):
             continue
         for call in operators.calls(node) or ():
@@ -158,7 +158,7 @@ def _why_no_head(value: Value | None, operators: Operators) -> str:
 
 
 def _holds(head: Head, scope: Scope) -> bool:
-    return all(value.node.graph is scope.module.graph for value in head.inside)
+    return all(value.node.graph is scope.graph for value in head.inside)
 
 
 def _replacement(
@@ -253,7 +253,7 @@ def _require_deferrable(
 
 def _is_of_an_input(value: Value, scope: Scope) -> bool:
     """Does it lie in the memory of an input?"""
-    inputs = storages_of(values_of(inputs_of(scope.module.graph)))
+    inputs = storages_of(values_of(inputs_of(scope.graph)))
     tensor = value_of(value.node)
     return isinstance(tensor, torch.Tensor) and is_plain(tensor) and storages_of([tensor]) <= inputs
 

@@ -20,7 +20,7 @@ def defer_outputs_of(replacement: Replacement, operands: Operands, keeps: int) -
     """Rewrites the outputs of the graph, whose caller ``keeps`` so many; writes before them from then on."""
     if not replacement.outputs:
         return ()
-    writer, graph = operands.writer, replacement.scope.module.graph
+    writer, graph = operands.writer, replacement.scope.graph
     returned = _Returned(graph, keeps)
     with writer.make.before(returned.node, writer.operators.mode(returned.node)):
         found = tuple(_deferred(output, replacement, operands, returned) for output in replacement.outputs)

@@ -60,7 +60,7 @@ class OtherUse(Exception):
 def dead_nodes(scope: Scope, operators: Operators) -> set[fx.Node]:
     """The nodes whose results nothing needs."""
     found: set[fx.Node] = set()
-    for node in reversed(scope.module.graph.nodes):
+    for node in reversed(scope.graph.nodes):
         effects = operators.numbering.effects.get(node)
         if effects is not None and effects.kind is Kind.PURE and all(user in found for user in node.users):
             found.add(node)
@@ -74,7 +74,7 @@ def uses_of(head: Head, scope: Scope, operators: Operators, dead: set[fx.Node]) 
         OtherUse: for one that is not understood.
     """
     reader = _Reader(head, operators, dead)
-    reader.read(scope.module.graph)
+    reader.read(scope.graph)
     return reader.uses
 
 

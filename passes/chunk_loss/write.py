@@ -34,11 +34,11 @@ def apply_plan(plan: LossPlan, operators: Operators) -> tuple[Counter[str], tupl
     counts: Counter[str] = Counter()
     deferred: list[DeferredOutput] = []
     replaced: dict[fx.Node, fx.Node] = {}
-    returned = {each.scope: len(each.scope.module.graph.output_node().args[0]) for each in plan.replacements}  # type: ignore[arg-type]
+    returned = {each.scope: len(each.scope.graph.output_node().args[0]) for each in plan.replacements}  # type: ignore[arg-type]
     for replacement in plan.replacements:
         writer = _Writer(replacement, RowWriter(NodeMaker(operators.analysis.fake_mode), operators, replaced))
         writer.write_sizes()
-        order = {node: place for place, node in enumerate(replacement.scope.module.graph.nodes)}
+        order = {node: place for place, node in enumerate(replacement.scope.graph.nodes)}
         for group in sorted(replacement.groups, key=lambda group: min(order[site.node] for site in group.sites)):
             writer.write_group(min(group.sites, key=lambda site: order[site.node]), group)
             counts["losses" if isinstance(group, Fused) else "statistics"] += 1

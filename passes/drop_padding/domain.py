@@ -139,7 +139,7 @@ def find_domain(reader: MaskReader, settings: Settings) -> Domain:
         raise Refused("what the padding mask is made from is not at hand in front of the layers", first.site.output)
     if length == 1 or batch == 0:
         raise Refused("rows of one token", first.site.output)
-    start = _start(place, numbering.root.module.graph)
+    start = _start(place, numbering.root.graph)
     return Domain(batch, length, keys, place, start, value_of(first.site.query).device, found, unknown)
 
 

@@ -105,7 +105,7 @@ class _Planner:
         bodies = scope.bodies
         if scope.parent is None:
             self._begin(scope)
-        for node in scope.module.graph.nodes:
+        for node in scope.graph.nodes:
             if node in bodies:
                 self.read(bodies[node])
                 self._take_results(node, bodies[node])
@@ -123,7 +123,7 @@ class _Planner:
         ):
             return
         whole = self.domain.whole
-        for node in scope.module.graph.nodes:
+        for node in scope.graph.nodes:
             value = value_of(node)
             if node.op != "placeholder" or not self.operators.is_tensor(Value(node)) or not value.is_floating_point():
                 continue
@@ -147,7 +147,7 @@ class _Planner:
         return found
 
     def _take_results(self, node: fx.Node, scope: Scope) -> None:
-        output = scope.module.graph.output_node()
+        output = scope.graph.output_node()
         returned: Any = output.args[0]
         for place, each in enumerate(returned if isinstance(returned, tuple | list) else ()):
             if isinstance(each, fx.Node) and makes_tensor(each):

@@ -16,7 +16,7 @@ from glue_compiler.fx.dead_nodes import erase_dead
 from glue_compiler.fx.node_maker import NodeMaker
 from glue_compiler.fx.operators import OWN, Operators, Value
 from glue_compiler.fx.value_numbering import Scope
-from glue_compiler.fx.values import expression, is_call, value_of
+from glue_compiler.fx.values import is_call, value_of
 from glue_compiler.passes.drop_padding.plan import Plan, resolved
 from glue_compiler.passes.drop_padding.steps import Count, Entering, Same, Step, taken_sizes
 from glue_compiler.passes.drop_padding.token_facts import Rows, Span, Tokens, behind, counted_part, is_token
@@ -74,7 +74,7 @@ class _Writer:
 
     def write(self, scope: Scope) -> None:
         bodies = scope.bodies
-        for node in list(scope.module.graph.nodes):
+        for node in list(scope.graph.nodes):
             if node in bodies:
                 self.write(bodies[node])
                 self._return(scope, node, bodies[node])
@@ -177,7 +177,7 @@ class _Writer:
         found = self.plan.results.get(node, ())
         if not found:
             return
-        output = body.module.graph.output_node()
+        output = body.graph.output_node()
         returned, values = list(output.args[0]), list(value_of(node))  # type: ignore[arg-type]
         for _, value, place in found:
             item = self._found(value, body)
@@ -324,10 +324,8 @@ class _Writer:
         return make.call(aten.constant_pad_nd.default, node, [0, 0] * others + [span.start, last], ignored)
 
     def _laid_out_as(self, expected: torch.Tensor, node: fx.Node) -> fx.Node:
-        found = value_of(node)
-        shape, strides = (tuple(map(expression, each)) for each in (found.shape, found.stride()))
         layout = layout_of(expected) if expected.dim() <= 5 else None
-        if layout is None or has_layout(shape, strides, layout):
+        if layout is None or has_layout(value_of(node), layout):
             return node
         node = self.make.call(aten.permute.default, node, list(layout))
         node = self.make.call(aten.contiguous.default, node)
@@ -345,7 +343,7 @@ class _Writer:
         left, before = list(self.rewritten), -1
         while len(left) != before:  # what bodies do not take any more may have been all that used others
             before = len(left)
-            for node in (each for scope in self.numbering.scopes for each in reversed(scope.module.graph.nodes)):
+            for node in (each for scope in self.numbering.scopes for each in reversed(scope.graph.nodes)):
                 if not node.users and is_call(node) and (node in self.rewritten or node not in self.old):
                     node.graph.erase_node(node)
             calls = [each for each in self.old if not each._erased and is_call(each)]

@@ -315,7 +315,7 @@ class _Planner:
         made of is equal, but is not one. Nor is a tensor one of whose readers stays and makes a symbol, as ``x[mask]``
         does, where a reader of the other makes another: torch's fake tensors know one for what is read of one tensor.
         """
-        nodes = [node for scope in (self.scope, *self.scope.children) for node in scope.module.graph.nodes]
+        nodes = [node for scope in (self.scope, *self.scope.children) for node in scope.graph.nodes]
         renamed = self.numbering.equal_symbols.keys()
         makers = [(symbol, node) for node in nodes for symbol in own_symbols(node) & renamed]
         while True:

@@ -63,12 +63,12 @@ class _Lifter:
         def caller_value(arg: fx.Node) -> fx.Node:
             return lift.arguments[arg] or self.in_caller[self.numbering.numbers[arg]]
 
-        caller = self.plan.scope.module.graph
+        caller = self.plan.scope.graph
         with caller.inserting_before(call.node):
             return caller.node_copy(lift.first.node, caller_value)
 
     def _use_operand(self, node: fx.Node, lift: Lift) -> None:
-        scope = next(s for s in self.plan.scope.children if s.module.graph is node.graph)
+        scope = next(s for s in self.plan.scope.children if s.graph is node.graph)
         if not node.users:
             _erase(node, self.numbering, self.counts)
             return

@@ -92,7 +92,7 @@ class _Planner:
         self.numbering = numbering
         self.threshold = threshold
         self.shape_env = shape_env
-        self.nodes = list(numbering.root.module.graph.nodes)
+        self.nodes = list(numbering.root.graph.nodes)
         self.occurrences: dict[fx.Node, Occurrence] = {
             o.node: o for group in numbering.occurrences.values() for o in group if o.scope is numbering.root
         }

@@ -38,7 +38,7 @@ def attention_sites(
     """
     operators = reader.operators
     sites: dict[fx.Node, AttentionSite | tuple[fx.Node, str]] = {}
-    for node in scope.module.graph.nodes:
+    for node in scope.graph.nodes:
         found = value_of(node)
         if not is_call(node) or not isinstance(found, torch.Tensor):
             continue
@@ -67,7 +67,7 @@ def attention_sites(
         sites[node] = site
     known = {*sites, *(node for site in sites.values() if isinstance(site, AttentionSite) for node in site.inside)}
     unknown = [(node, why) for node, why in candidates.items() if node not in known]
-    return [*sites.values(), *(each for each in unknown if each[0].graph is scope.module.graph)]
+    return [*sites.values(), *(each for each in unknown if each[0].graph is scope.graph)]
 
 
 def _operator_site(node: fx.Node, call: Call, scope: Scope, reader: IndexReader) -> AttentionSite | None:

@@ -221,7 +221,7 @@ def _outermost(
     passed = operators.passed(value)
     while passed is not None and scope.call is not None and scope.parent is not None:
         outer = operators.operand(passed, scope.call.node)
-        if outer is None or outer.graph is not scope.parent.module.graph:
+        if outer is None or outer.graph is not scope.parent.graph:
             break
         if gradients is not None and not gradients.are_on(scope.call.node):
             break
@@ -234,7 +234,7 @@ def _is_given(mask: Value, operators: Operators) -> bool:
     while passed is not None:
         mask, passed = passed, operators.passed(passed)
     numbering = operators.numbering
-    given = storages_of([value_of(node) for node in numbering.root.module.graph.nodes if node.op in _GIVEN])
+    given = storages_of([value_of(node) for node in numbering.root.graph.nodes if node.op in _GIVEN])
     storage = operators.storage(mask)
     return storage in given and storage not in numbering.written | numbering.unreadable
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from typing import Any
 
 import sympy
@@ -17,15 +16,15 @@ Layout = tuple[int, ...]
 
 def layout_of(tensor: Tensor) -> Layout | None:
     """None: elements are left out, or lie in the same place."""
-    shape, strides = (tuple(map(expression, each)) for each in (tensor.shape, tensor.stride()))
-    orders: list[Layout] = list(itertools.permutations(range(len(shape))))
-    if len(shape) == 4:
+    orders: list[Layout] = list(itertools.permutations(range(tensor.dim())))
+    if tensor.dim() == 4:
         orders = [(0, 1, 2, 3), (0, 2, 1, 3), *orders]
-    return next((order for order in orders if has_layout(shape, strides, order)), None)
+    return next((order for order in orders if has_layout(tensor, order)), None)
 
 
-def has_layout(shape: Sequence[Any], strides: Sequence[Any], layout: Layout) -> bool:
+def has_layout(tensor: Tensor, layout: Layout) -> bool:
     """For tensors of at least one element."""
+    shape, strides = (tuple(map(expression, each)) for each in (tensor.shape, tensor.stride()))
     step: Any = 1
     for dim in reversed(layout):
         if shape[dim] != 1 and sympy.expand(_of_elements(strides[dim]) - step) != 0:

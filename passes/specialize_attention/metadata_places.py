@@ -114,7 +114,7 @@ def _size(site: AttentionSite, scope: Scope, dim: int, before: fx.Node, numberin
     size = value_of(site.query).shape[dim]
     if isinstance(size, int):
         return size
-    for node in scope.module.graph.nodes:
+    for node in scope.graph.nodes:
         if node is before:
             return None
         if isinstance(value_of(node), torch.SymInt) and expression(value_of(node)) == expression(size):

@@ -18,7 +18,7 @@ from glue_compiler.pipeline.results import Skip
 def returned_masks(reader: MaskReader, *, assume_sorted: bool) -> tuple[dict[int, MaskKind], list[Skip]]:
     """What masks that the graph returns show, by their positions; and why it is not known of the others."""
     kinds, skips = dict[int, MaskKind](), list[Skip]()
-    graph = reader.operators.numbering.root.module.graph
+    graph = reader.operators.numbering.root.graph
     output = graph.output_node()
     returned: Any = output.args[0]
     around = {node for node in graph.nodes if node.op in ("placeholder", "get_attr")} | set(output.all_input_nodes)

@@ -353,8 +353,7 @@ class _Writer:
         """``result`` in memory as ``expected`` is, for views of it downstream."""
         layout = layout_of(expected)
         assert layout is not None
-        shape, strides = _sizes(value_of(result)), tuple(map(expression, value_of(result).stride()))
-        if has_layout(shape, strides, layout):
+        if has_layout(value_of(result), layout):
             return result
         if layout == tuple(range(len(layout))):
             return self.make.method("contiguous", result)
