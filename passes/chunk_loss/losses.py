@@ -135,7 +135,7 @@ def _cross_entropy(call: Call, value: Value, taken: Wide, rank: int, operators: 
 
 
 def _require_one_class(index: Any, source: Value, taken: Wide, operators: Operators) -> None:
-    if not isinstance(index, Value) or not operators.is_tensor(index) or operators.dtype(index) != torch.int64:
+    if not operators.is_tensor(index) or operators.dtype(index) != torch.int64:
         raise NotALoss("the index is no plain tensor of int64")
     shape = operators.shape(source)
     if operators.shape(index) != (*shape[: taken.classes], 1, *shape[taken.classes + 1 :]):

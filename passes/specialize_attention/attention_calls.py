@@ -28,16 +28,18 @@ _ENDS = (aten.scaled_dot_product_attention, aten.matmul, aten.einsum, aten.mul)
 """What gives the result of an attention."""
 
 
-def attention_sites(
-    scope: Scope, reader: IndexReader, candidates: Mapping[fx.Node, str]
-) -> Iterable[AttentionSite | tuple[fx.Node, str]]:
+Found = AttentionSite | tuple[fx.Node, str]
+"""An attention, or a node and why what it gives is left alone at first sight."""
+
+
+def attention_sites(scope: Scope, reader: IndexReader, candidates: Mapping[fx.Node, str]) -> Iterable[Found]:
     """The attentions in one graph that have a mask, and (node, reason) for those that are left alone at first sight.
 
     Args:
         candidates: see :func:`products_with_softmax`.
     """
     operators = reader.operators
-    sites: dict[fx.Node, AttentionSite | tuple[fx.Node, str]] = {}
+    sites: dict[fx.Node, Found] = {}
     for node in scope.graph.nodes:
         found = value_of(node)
         if not is_call(node) or not isinstance(found, torch.Tensor):
@@ -51,7 +53,7 @@ def attention_sites(
         gate = read_gate(value, call, reader) if call.operator is aten.mul else None
         if gate is None and call.operator is aten.mul:
             continue
-        site: AttentionSite | tuple[fx.Node, str] | None
+        site: Found | None
         try:
             if call.operator is aten.scaled_dot_product_attention:
                 site = _operator_site(node, call, scope, reader)

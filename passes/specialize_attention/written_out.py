@@ -256,7 +256,7 @@ def _biased(value: Value, chain: Chain, operators: Operators) -> Value:
 def _filling(filling: Any, role: Kind, factor: float, value: Value, reader: IndexReader) -> float | None:
     """The score that leaves a weight of zero, ``factor`` times ``filling`` in ``value``; None if it does not."""
     dtype, of_filling = reader.dtype(value), None
-    if isinstance(filling, Value) and reader.operators.is_tensor(filling) and not reader.shape(filling):
+    if reader.operators.is_tensor(filling) and not reader.shape(filling):
         of_filling = reader.dtype(filling)
         try:
             filling = reader.read(filling, ())
