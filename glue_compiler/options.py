@@ -140,7 +140,7 @@ def parse_options(
     disabled = values.get("passes", {})
     for key, value in (options or {}).items():
         if key in OWN_KEYS:
-            values[key] = _CONVERT[key](value, pass_names)
+            values[key] = _passes(value, pass_names) if key == "passes" else _CONVERT[key](value)
         elif is_inductor_option(key):
             inductor[key.replace("-", "_")] = checked_inductor_option(key, value)
         else:
@@ -161,7 +161,7 @@ def extra_passes_in(options: Mapping[str, Any] | None, environment: Mapping[str,
         GlueOptionError: if the value is no list.
     """
     environment = os.environ if environment is None else environment
-    return _extra_passes((options or {}).get("extra_passes", environment.get("GLUE_EXTRA_PASSES", ())), ())
+    return _extra_passes((options or {}).get("extra_passes", environment.get("GLUE_EXTRA_PASSES", ())))
 
 
 MOST_BYTES = 2**63 - 1
@@ -191,7 +191,7 @@ def parse_bytes(value: int | str) -> int:
     return int(found)
 
 
-def _budget(value: Any, _: Collection[str]) -> int | None:
+def _budget(value: Any) -> int | None:
     if value is None:
         return None
     found = parse_bytes(value)
@@ -200,14 +200,14 @@ def _budget(value: Any, _: Collection[str]) -> int | None:
     return found
 
 
-def _memory_budget(value: Any, _: Collection[str]) -> int | float | str | None:
+def _memory_budget(value: Any) -> int | float | str | None:
     text = value.strip().lower() if isinstance(value, str) else ""
     if text == "auto":
         return "auto"
     share = value if isinstance(value, float) else float(text) if re.fullmatch(r"\d*\.\d+", text) else None
     if share is None:
         try:
-            return _budget(value, _)
+            return _budget(value)
         except GlueOptionError as error:
             raise GlueOptionError(
                 f"option 'memory_budget': {error}, 'auto', or a share of the card such as 0.8"
@@ -239,16 +239,16 @@ def _passes(value: Any, pass_names: Collection[str]) -> dict[str, bool]:
     return _switches(value, "passes", "pass", pass_names)
 
 
-def _dump(value: Any, _: Collection[str]) -> str | None:
+def _dump(value: Any) -> str | None:
     if value is not None and not isinstance(value, str | os.PathLike):
         raise GlueOptionError(f"option 'dump' is a folder, not {value!r}")
     return os.fspath(value) if value else None
 
 
-def _choice(key: str, choices: Collection[str], none: Collection[Any] = ()) -> Callable[[Any, Collection[str]], Any]:
+def _choice(key: str, choices: Collection[str], none: Collection[Any] = ()) -> Callable[[Any], Any]:
     """One of ``choices``; ``none``: what stands for None."""
 
-    def convert(value: Any, _: Collection[str]) -> str | None:
+    def convert(value: Any) -> str | None:
         if value in none:
             return None
         if value not in choices:
@@ -258,8 +258,8 @@ def _choice(key: str, choices: Collection[str], none: Collection[Any] = ()) -> C
     return convert
 
 
-def _flag(name: str) -> Callable[[Any, Collection[str]], bool]:
-    def convert(value: Any, _: Collection[str]) -> bool:
+def _flag(name: str) -> Callable[[Any], bool]:
+    def convert(value: Any) -> bool:
         if not isinstance(value, bool):
             raise GlueOptionError(f"option '{name}' is True or False, not {value!r}")
         return value
@@ -267,7 +267,7 @@ def _flag(name: str) -> Callable[[Any, Collection[str]], bool]:
     return convert
 
 
-def _fuel(value: Any, _: Collection[str]) -> int | None:
+def _fuel(value: Any) -> int | None:
     if isinstance(value, str) and value.isdigit():
         value = int(value)
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
@@ -275,7 +275,7 @@ def _fuel(value: Any, _: Collection[str]) -> int | None:
     return value
 
 
-def _extra_passes(value: Any, _: Collection[str]) -> tuple[Any, ...]:
+def _extra_passes(value: Any) -> tuple[Any, ...]:
     if isinstance(value, str):
         return tuple(name for name in re.split(r"[,\s]+", value) if name)
     if not isinstance(value, list | tuple):
@@ -283,7 +283,8 @@ def _extra_passes(value: Any, _: Collection[str]) -> tuple[Any, ...]:
     return tuple(value)
 
 
-_CONVERT: dict[str, Callable[[Any, Collection[str]], Any]] = {
+# Of all but "passes", which asks for the names of passes.
+_CONVERT: dict[str, Callable[[Any], Any]] = {
     "compiler": _choice("compiler", get_args(Compiler)),
     "kernels": _choice("kernels", get_args(Kernels)),
     "logits": _choice("logits", get_args(Logits)),
@@ -292,11 +293,10 @@ _CONVERT: dict[str, Callable[[Any, Collection[str]], Any]] = {
     "padding": _choice("padding", get_args(Padding)),
     "capture": _flag("capture"),
     "dump": _dump,
-    "passes": _passes,
     "strict": _flag("strict"),
-    "hoist_limit": lambda value, _: parse_bytes(value),
-    "assume": lambda value, _: _switches(value, "assume", "assumption", ASSUMPTIONS),
-    "memoize_threshold": lambda value, _: parse_bytes(value),
+    "hoist_limit": parse_bytes,
+    "assume": lambda value: _switches(value, "assume", "assumption", ASSUMPTIONS),
+    "memoize_threshold": parse_bytes,
     "offload": _choice("offload", ["checkpoints"], none=(None, "", "none")),
     "pinned_limit": _budget,
     "memory_budget": _memory_budget,
@@ -322,7 +322,7 @@ def _from_environment(environment: Mapping[str, str], pass_names: Collection[str
             values[key] = _passes(dict.fromkeys(names, False), pass_names)
         elif key in ("strict", "verify", "capture"):
             flags = {"1": True, "true": True, "0": False, "": False, "false": False}
-            values[key] = _CONVERT[key](flags.get(text.lower(), text), ())
+            values[key] = _CONVERT[key](flags.get(text.lower(), text))
         else:
-            values[key] = _CONVERT[key](text, pass_names)
+            values[key] = _CONVERT[key](text)
     return values

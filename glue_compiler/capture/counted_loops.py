@@ -63,10 +63,6 @@ class CountedLoop(SpeculativeRegion):
         if not harmless_values.is_tensor(indexed):
             self.harm = self.harm or "its code looks the number of a step up in what is no tensor"
 
-    @property
-    def is_harmless(self) -> bool:
-        return self.proved and self.harm is None
-
 
 def counted_loop(frame: Any, count: int | torch.SymInt) -> CountedLoop | None:
     """The loop that is about to begin, if ``range(count)`` was called for it and two of its steps may tell of all."""

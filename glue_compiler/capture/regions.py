@@ -78,7 +78,7 @@ class SpeculativeRegion:
 
     @property
     def is_harmless(self) -> bool:
-        return (self.proved or not self.nodes) and self.harm is None
+        return self.proved and self.harm is None
 
 
 @dataclass(eq=False)
@@ -88,10 +88,6 @@ class UnrolledLoop(SpeculativeRegion):
     length: int = 0
     is_shortened: bool = False
     """The vector has one position more, which is left out because the body cannot run for it."""
-
-    @property
-    def is_harmless(self) -> bool:
-        return self.proved and self.harm is None
 
 
 @dataclass(eq=False)

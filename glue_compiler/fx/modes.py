@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -73,10 +73,9 @@ def _after(node: fx.Node, mode: Mode) -> Mode:
     if node.op != "call_function" or node.target not in GRAD_SWITCHES | AUTOCAST_SWITCHES:
         return mode
     if node.target in GRAD_SWITCHES:
-        return Mode(bool(node.args[0]), mode.autocast, mode.is_known, mode.opened)
+        return replace(mode, grad=bool(node.args[0]))
     closed = [mode.opened.index(arg) for arg in node.all_input_nodes if arg in mode.opened]
     if closed:  # and those inside of it
         left = min(closed)
-        return Mode(mode.grad, mode.autocast[:left], mode.is_known, mode.opened[:left])
-    arguments = tuple(node.args)
-    return Mode(mode.grad, (*mode.autocast, arguments), mode.is_known, (*mode.opened, node))
+        return replace(mode, autocast=mode.autocast[:left], opened=mode.opened[:left])
+    return replace(mode, autocast=(*mode.autocast, tuple(node.args)), opened=(*mode.opened, node))
