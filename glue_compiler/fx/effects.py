@@ -212,21 +212,17 @@ class EffectAnalysis:
             each.kind is Kind.BARRIER or not each.writes <= made for each in (self.of(gm, n) for n in gm.graph.nodes)
         )
 
-    def record_of(self, gm: fx.GraphModule | None, node: fx.Node) -> CallRecord | None:
-        """The operators that the node dispatches; None for what is no call of torch's, or cannot be run to see."""
-        found = self._runnable(gm, node)
-        if found is None:
-            return None
-        outcome, names = self._effects(node, found)
-        return outcome.record.renamed(names) if outcome.record is not None else None
+    def record_of(self, gm: fx.GraphModule | None, node: fx.Node, *, below: bool = False) -> CallRecord | None:
+        """The operators that the node dispatches; None for what is no call of torch's, or cannot be run to see.
 
-    def parts_of(self, gm: fx.GraphModule, node: fx.Node) -> CallRecord | None:
-        """As :meth:`record_of`, below autograd and autocast: the operators that those of the node are made of."""
+        ``below``: those that they are made of, below autograd and autocast.
+        """
         found = self._runnable(gm, node)
         if found is None:
             return None
         outcome, names = self._effects(node, found)
-        return outcome.parts.renamed(names) if outcome.parts is not None else None
+        record = outcome.parts if below else outcome.record
+        return record.renamed(names) if record is not None else None
 
     def result_of(self, gm: fx.GraphModule | None, node: fx.Node) -> Any | None:
         """What the node's operator gives for the metadata of its operands; None if it is not safe to ask.

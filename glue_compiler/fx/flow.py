@@ -84,8 +84,8 @@ class Result:
         """The tensor that is passed as ``name``; of one that was converted from a narrower floating dtype, that one."""
         value: Value = self[name]
         while True:
-            call = self.operators.does(value)
-            if call is None or call.operator not in CONVERSIONS:
+            call = self.operators.does(value, *CONVERSIONS)
+            if call is None:
                 return value
             before: Value = call.arguments["self"]
             if not self.operators.is_tensor(before):

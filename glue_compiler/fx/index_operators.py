@@ -70,10 +70,10 @@ def is_non_negative(value: Any, operators: Operators) -> bool:
             return True
         if dtype.is_floating_point or dtype.is_complex:
             return False
-        passed, call = operators.passed(value), operators.does(value)
+        passed, call = operators.passed(value), operators.does(value, *CONVERSIONS)
         if passed is not None:
             value = passed
-        elif call is not None and call.operator in CONVERSIONS:
+        elif call is not None:
             value = call.arguments["self"]
         else:
             return False
@@ -82,9 +82,8 @@ def is_non_negative(value: Any, operators: Operators) -> bool:
 
 def largest_of(value: Value, operators: Operators) -> int:
     """What elements of a leaf are taken to be at most, in magnitude: what counts or searches is less than a size."""
-    call = operators.does(value)
-    counts = call is not None and call.operator in (aten.searchsorted, aten.bucketize)
-    if call is not None and call.operator is aten.cumsum:
+    counts = operators.does(value, aten.searchsorted, aten.bucketize) is not None
+    if (call := operators.does(value, aten.cumsum)) is not None:
         counts = is_non_negative(call.arguments["self"], operators)
     largest = LARGEST.get(operators.dtype(value), 0)
     return min(largest, LARGEST[torch.int32]) if counts else largest

@@ -199,9 +199,9 @@ class Operators:
             self._records[node] = self.analysis.record_of(module, node) if module is not None else None
         return self._records[node]
 
-    def does(self, value: Any) -> Call | None:
+    def does(self, value: Any, *operators: Any) -> Call | None:
         """The operator that makes ``value``; None for what is no :class:`Value`, for an input, an attribute, and a call
-        that is not looked into.
+        that is not looked into; and for others than ``operators``, if there are some.
 
         Nor is one with ``out=``: it does more than to make its result. An item of ``split`` or ``unbind`` is a slice.
         """
@@ -209,10 +209,10 @@ class Operators:
         call = calls[value.step] if calls is not None else None
         if call is None or call.writes_out:
             return None
-        if call.operator not in LISTS:
-            return call
-        overload, arguments = taken(call.operator, call.arguments, value.leaf, call.recorded.results[value.leaf])
-        return replace(call, operator=overload.overloadpacket, overload=overload, arguments=arguments)
+        if call.operator in LISTS:
+            overload, arguments = taken(call.operator, call.arguments, value.leaf, call.recorded.results[value.leaf])
+            call = replace(call, operator=overload.overloadpacket, overload=overload, arguments=arguments)
+        return call if not operators or call.operator in operators else None
 
     def as_called(self, call: Call) -> tuple[Any, dict[str, Any]]:
         """The operator out of place, and its arguments as they are called, not in normal form: what can be written.
@@ -238,6 +238,11 @@ class Operators:
             record = self.record(node)
             self._calls[node] = [self._call(node, each) for each in record.operators] if record is not None else None
         return self._calls[node]
+
+    def only_call(self, node: fx.Node) -> Call | None:
+        """The operator of a node that is made of no other."""
+        calls = self.calls(node) or ()
+        return calls[0] if len(calls) == 1 else None
 
     def passed_as(self, node: fx.Node, name: str) -> fx.Node | None:
         """The node that is passed to ``node`` as the argument ``name`` of its last operator."""

@@ -91,8 +91,8 @@ class Domain:
 
 def _before_floating(value: Value, reader: MaskReader) -> Value:
     """The integers or booleans that were converted to floating numbers, which are zero where those are."""
-    call = reader.operators.does(value)
-    if call is None or call.operator not in CONVERSIONS or not reader.dtype(value).is_floating_point:
+    call = reader.operators.does(value, *CONVERSIONS)
+    if call is None or not reader.dtype(value).is_floating_point:
         return value
     before = call.arguments["self"]
     is_whole = reader.operators.is_tensor(before) and not reader.dtype(before).is_floating_point

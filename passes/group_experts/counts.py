@@ -103,9 +103,9 @@ class CountSums:
     def _of_symbol(self, symbol: Any) -> Any:
         symbol = self._operators.numbering.equal_symbols.get(symbol, symbol)
         node = self._read_in.get(symbol)
-        call = self._operators.does(self._operators.value(node)) if node is not None else None
-        is_read = call is not None and call.operator in (aten.item, aten._local_scalar_dense)
-        return self.of(call.arguments["self"]) if call is not None and is_read else None
+        value = self._operators.value(node) if node is not None else None
+        call = self._operators.does(value, aten.item, aten._local_scalar_dense)
+        return self.of(call.arguments["self"]) if call is not None else None
 
     def _item(self, value: Value, index: Index) -> Any:
         is_tensor = self._operators.is_tensor(value) and self._operators.rank(value) == len(index)

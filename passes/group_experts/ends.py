@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from glue_compiler.fx.operators import Call, Operators, Value
-from glue_compiler.fx.values import is_call, makes_tensor, value_of
+from glue_compiler.fx.values import makes_tensor, value_of
 from glue_compiler.passes.group_experts.row_sets import TOKEN, Index, RowSet, RowSets
 
 aten = torch.ops.aten
@@ -38,8 +38,6 @@ class Sink:
 
 def find_sink(node: fx.Node, sets: RowSets) -> Sink | None:
     """The sink that ``node`` is."""
-    if not is_call(node):
-        return None
     calls = sets.operators.calls(node) or []
     # All but the last only make views of what it is given.
     if not calls or any(call.written for call in calls[:-1]):
@@ -98,8 +96,8 @@ def _token_index(indices: tuple[Any, ...], sets: RowSets) -> Index | None:
 def before_broadcast(operators: Operators, value: Any, node: fx.Node) -> Any:
     """What an assignment was given, before it made views of it to fit."""
     while isinstance(value, Value) and value.node is node and value.step >= 0:
-        call = operators.does(value)
-        if call is None or call.operator not in (aten.view, aten.expand, aten._to_copy):
+        call = operators.does(value, aten.view, aten.expand, aten._to_copy)
+        if call is None:
             return None
         value = call.arguments["self"]
     return value
@@ -124,9 +122,8 @@ def chain_starts(sinks: list[Sink]) -> dict[fx.Node, fx.Node]:
 
 def joined(node: fx.Node, operators: Operators) -> list[fx.Node]:
     """The tensors that ``node``, a ``cat``, puts behind each other."""
-    calls = operators.calls(node) if is_call(node) else None
-    match calls:
-        case [Call(aten.cat, {"tensors": tensors, "dim": int(dim)})]:
+    match operators.only_call(node):
+        case Call(aten.cat, {"tensors": tensors, "dim": int(dim)}):
             parts = [operators.node_of(each) if isinstance(each, Value) else None for each in tensors]
             found = [part for part in parts if part is not None]
             return found if dim in (0, -value_of(node).dim()) and len(found) == len(parts) else []

@@ -204,7 +204,7 @@ class BodyMatcher:
     def _reshape(self, nodes: Nodes) -> Step | None:
         """Also ``[1, rows, H]`` to ``[rows, H]``: the sizes are read from the result, not from the arguments."""
         first = nodes[0]
-        call = self._call_of(first)
+        call = self.operators.only_call(first)
         if call is None:
             return None
         changes_leading = call.overload in (aten.squeeze.dim, aten.unsqueeze.default) and call.arguments["dim"] == 0
@@ -218,13 +218,8 @@ class BodyMatcher:
             raise LeftAlone("the body changes the shape of its rows to one that is not known in numbers", first)
         return Reshape(first, tail, self._row(sources))
 
-    def _call_of(self, node: fx.Node) -> Call | None:
-        """The operator, if the node is one."""
-        calls = self.operators.calls(node)
-        return calls[0] if calls is not None and len(calls) == 1 else None
-
     def _operands_of(self, nodes: Nodes, name: str) -> list[Any]:
-        calls = [self._call_of(node) for node in nodes]
+        calls = [self.operators.only_call(node) for node in nodes]
         return [call.arguments.get(name) if call is not None else None for call in calls]
 
     def _row_operands(self, nodes: Nodes, name: str) -> Nodes | None:
@@ -238,7 +233,7 @@ class BodyMatcher:
 
     def _product(self, nodes: Nodes) -> Step | None:
         first = nodes[0]
-        match self._call_of(first):
+        match self.operators.only_call(first):
             case Call(aten.linear):
                 names = ("input", "weight", "bias")
             case Call(aten.matmul):

@@ -200,10 +200,7 @@ class GroupedBody:
 
     def _alternating(self, step: RowWise) -> int | None:
         """0 for ``x[..., ::2]`` and 1 for ``x[..., 1::2]``, of an even number of columns."""
-        calls = self.operators.calls(step.node)
-        if calls is None or len(calls) != 1 or len(rows_of(step)) != 1:
-            return None
-        match calls[0]:
+        match self.operators.only_call(step.node) if len(rows_of(step)) == 1 else None:
             case Call(torch.ops.aten.slice, {"self": source, "dim": dim, "start": start, "end": end, "step": 2}):
                 meta = self.operators.meta(source)
                 width = meta.shape[-1]

@@ -73,9 +73,7 @@ def may_take_rows(node: fx.Node) -> bool:
 
 def sort_of(operators: Operators, value: Value) -> Call | None:
     """The operator that sorts, if ``value`` is the places that it gives."""
-    call = operators.does(value)
-    sorts = call is not None and (call.operator is aten.sort and value.leaf == 1)
-    return call if sorts else None
+    return operators.does(value, aten.sort) if value.leaf == 1 else None
 
 
 class PermutedRows:

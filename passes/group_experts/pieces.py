@@ -101,7 +101,7 @@ class Pieces:
 
     def write(self, node: fx.Node) -> PieceWrite | None:
         """``into[start:stop] = value``: a copy to a slice."""
-        calls = self.operators.calls(node) if is_call(node) else None
+        calls = self.operators.calls(node)
         match calls[-1] if calls else None:
             case Call(aten.copy, {"self": Value() as target, "src": Value() as value}) if target.node is node:
                 pass

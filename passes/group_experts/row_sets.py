@@ -136,8 +136,8 @@ class RowSets:
     def is_unread(self, node: fx.Node) -> bool:
         """Does it find where something is true that is no mask of an expert?"""
         value = self.operators.value(node)
-        call = self.operators.does(value) if value.node is node else None
-        return call is not None and call.operator in _NONZERO and self._row_set(replace(value, leaf=0)) is None
+        finds = value.node is node and self.operators.does(value, *_NONZERO) is not None
+        return finds and self._row_set(replace(value, leaf=0)) is None
 
     def _row_set(self, value: Value) -> RowSet | None:
         """Of the first result of a ``nonzero``, or a boolean mask."""
@@ -146,8 +146,8 @@ class RowSets:
         return self._row_sets[value]
 
     def _found(self, value: Value) -> RowSet | None:
-        call = self.operators.does(value)
-        if call is None or call.operator not in _NONZERO:
+        call = self.operators.does(value, *_NONZERO)
+        if call is None:
             return self._boolean_index(value)
         mask = self.mask(call.arguments["self"])
         if mask is None or mask.expert is None:
@@ -181,8 +181,8 @@ class RowSets:
             found = self._reader.source(value, _AXES[:rank])
         except Unreadable:
             return None
-        call = self.operators.does(found.value)
-        if call is None or call.operator not in _NONZERO or found.index[0] != _AXES[0]:
+        call = self.operators.does(found.value, *_NONZERO)
+        if call is None or found.index[0] != _AXES[0]:
             return None
         rows = self._row_set(replace(found.value, leaf=0))
         column: Any = found.index[1] if call.operator is aten.nonzero else sympy.Integer(found.value.leaf)
@@ -205,8 +205,8 @@ class RowSets:
             return None
         element = self._reader.source(value, _AXES[: len(shape)])
         if operators.dtype(value).is_floating_point:
-            call = operators.does(element.value)
-            if call is None or call.operator not in (*CONVERSIONS, aten.scatter):
+            call = operators.does(element.value, *CONVERSIONS, aten.scatter)
+            if call is None:
                 return None
             element = element if call.operator is aten.scatter else Element(call.arguments["self"], element.index)
         seen = as_boolean(self._reader.read(element.value, element.index))

@@ -107,7 +107,7 @@ def mixes_rows(
     """
     if is_item(node):
         return None  # an item of what was judged
-    record = operators.analysis.parts_of(module, node)
+    record = operators.analysis.record_of(module, node, below=True)
     if record is None:
         return "it cannot be run on fake tensors"
     given = given_leaves(node)

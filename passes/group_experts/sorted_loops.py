@@ -16,7 +16,7 @@ from glue_compiler.compat import symbols
 from glue_compiler.fx.effects import Kind
 from glue_compiler.fx.operators import Call, Value
 from glue_compiler.fx.reachable import reachable
-from glue_compiler.fx.values import expression, is_call, storage_of, storages_of, value_of, values_of
+from glue_compiler.fx.values import expression, storage_of, storages_of, value_of, values_of
 from glue_compiler.passes.group_experts.checks import ReadGraph
 from glue_compiler.passes.group_experts.copies import Fill, fill_of
 from glue_compiler.passes.group_experts.counts import HostNumbers, Total, total_of
@@ -158,7 +158,7 @@ class _Reader:
         """
         operators = self.operators
         for user in whole.users:
-            calls = operators.calls(user) if is_call(user) else None
+            calls = operators.calls(user)
             match calls[-1] if calls else None:
                 case Call(
                     aten.index_put,

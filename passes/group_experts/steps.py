@@ -136,8 +136,8 @@ def _operands_of(step: Step, operators: Operators, operator: Any) -> tuple[Any, 
     """The two operands, if the step is one ``operator``, element by element: ``a + b`` or ``a * b``."""
     if not isinstance(step, RowWise):
         return None
-    calls = operators.calls(step.node)
-    if not calls or len(calls) != 1 or calls[0].operator is not operator or calls[0].arguments.get("alpha", 1) != 1:
+    call = operators.only_call(step.node)
+    if call is None or call.operator is not operator or call.arguments.get("alpha", 1) != 1:
         return None
     # Both commute, so it does not matter which operand is which.
     found = [operand for operand in leaves([step.args, step.kwargs]) if isinstance(operand, Row | Vector)]
@@ -189,8 +189,8 @@ def weighted_sum(steps: tuple[Step, ...], dtype: torch.dtype, operators: Operato
 
 def _is_cast(step: Step, dtype: torch.dtype, operators: Operators) -> bool:
     """To ``dtype``, which the sum is rounded to anyway."""
-    calls = operators.calls(step.node) if isinstance(step, RowWise) else None
-    casts = calls is not None and len(calls) == 1 and calls[0].operator in CONVERSIONS
+    call = operators.only_call(step.node) if isinstance(step, RowWise) else None
+    casts = call is not None and call.operator in CONVERSIONS
     return casts and value_of(step.node).dtype == dtype and len(rows_of(step)) == 1
 
 

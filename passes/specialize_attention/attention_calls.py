@@ -47,8 +47,8 @@ def attention_sites(scope: Scope, reader: IndexReader, candidates: Mapping[fx.No
         if found.dim() not in (3, 4) or not found.is_floating_point() or not operators.dispatches(node, _ENDS):
             continue
         value = operators.value(node)
-        call = operators.does(value) if value.node is node else None
-        if call is None or call.operator not in _ENDS or call.written:
+        call = operators.does(value, *_ENDS) if value.node is node else None
+        if call is None or call.written:
             continue
         gate = read_gate(value, call, reader) if call.operator is aten.mul else None
         if gate is None and call.operator is aten.mul:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
@@ -39,7 +38,7 @@ def _exponential(made: Result) -> Weights | None:
     match made.operators.does(made["self"]):
         case Call(aten.log_softmax):
             return Weights(len(made.shape), True)
-        case Call(aten.add, {"other": total, "alpha": -1}) if _is_made_by(total, aten.logsumexp, made.operators):
+        case Call(aten.add, {"other": total, "alpha": -1}) if made.operators.does(total, aten.logsumexp) is not None:
             return Weights(len(made.shape), True)
     return None
 
@@ -47,10 +46,9 @@ def _exponential(made: Result) -> Weights | None:
 @WEIGHTS.begin(aten.div)
 def _quotient(made: Result) -> Weights | None:
     exponential, total = made["self"], made["other"]
-    if _is_made_by(exponential, aten.exp, made.operators) and _is_made_by(total, aten.sum, made.operators):
-        call = made.operators.does(total)
-        return Weights(len(made.shape), True) if call is not None and call.arguments["self"] == exponential else None
-    return None
+    exp, summed = made.operators.does(exponential, aten.exp), made.operators.does(total, aten.sum)
+    is_known = exp is not None and summed is not None and summed.arguments["self"] == exponential
+    return Weights(len(made.shape), True) if is_known else None
 
 
 @WEIGHTS(*_KEPT, of=("self", "other"))
@@ -90,8 +88,3 @@ def _is_product(node: fx.Node, rank: int, operators: Operators) -> bool:
 def _rank(node: fx.Node, operators: Operators) -> int:
     value = operators.value(node)
     return operators.rank(value) if operators.is_tensor(value) else 0
-
-
-def _is_made_by(value: Any, operator: Any, operators: Operators) -> bool:
-    call = operators.does(value)
-    return call is not None and call.operator is operator

@@ -132,9 +132,8 @@ def unit_step_vectors(ids: Any, reader: MaskReader) -> list[Any]:
     ``ids`` is a cumsum of steps. Where it stays equal all steps between are zero (they are non-negative); if a step is
     zero only when ``f(t) - f(t-1) == 1``, then ``f(q) - f(k) == q - k`` for two tokens of one document.
     """
-    value = reader.leaves.get(getattr(ids.func, "__name__", ""))
-    call = reader.operators.does(value) if value is not None else None
-    if call is None or call.operator is not aten.cumsum:
+    call = reader.operators.does(reader.leaves.get(getattr(ids.func, "__name__", "")), aten.cumsum)
+    if call is None:
         return []
     steps, dim = call.arguments["self"], call.arguments["dim"]
     if ids.args[dim] != TOKEN or not is_non_negative(steps, reader.operators):

@@ -306,8 +306,7 @@ def _same_elements(
 
 def _is_detached(value: Value, operators: Operators) -> bool:
     """Does its node say nothing of its gradients, of which it cuts off some inside?"""
-    call = operators.does(value)
-    is_cut = call is not None and call.operator is aten.detach
+    is_cut = operators.does(value, aten.detach) is not None
     return is_cut and requires_grad(values_of(value.node.all_input_nodes))
 
 

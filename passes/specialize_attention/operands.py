@@ -80,8 +80,8 @@ def before_widening(value: Any, output: Value, operators: Operators) -> Any:
     """Of a tensor of the output's dtype that was converted to a wider one, which holds the same numbers, the tensor."""
     dtype, gradients = operators.dtype(output), Gradients(output.node, operators)
     while operators.is_tensor(value) and operators.dtype(value) != dtype and gradients.pass_through(value.node):
-        call = operators.does(value)
-        if call is None or call.operator not in CONVERSIONS:
+        call = operators.does(value, *CONVERSIONS)
+        if call is None:
             break
         before = call.arguments["self"]
         if not operators.is_tensor(before) or operators.dtype(before) != dtype:
