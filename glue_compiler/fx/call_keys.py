@@ -15,6 +15,7 @@ from glue_compiler.fx.values import (
     StorageKey,
     Symbolic,
     expression,
+    expressions,
     is_plain,
     leaves,
     requires_grad,
@@ -35,7 +36,7 @@ def own_names(record: CallRecord | None, node: fx.Node) -> dict[Any, Any]:
         if isinstance(recorded, Made):
             recorded = record.operators[recorded.step].results[recorded.result]
         numbers = recorded.shape if isinstance(recorded, Meta) else (recorded,)
-        actual = tuple(map(expression, leaf.shape if isinstance(leaf, torch.Tensor) else (leaf,)))
+        actual = expressions(leaf.shape if isinstance(leaf, torch.Tensor) else (leaf,))
         for old, new in zip(numbers, actual, strict=False):
             if isinstance(old, sympy.Symbol) and old != new and new is not None and old not in inherited:
                 names.setdefault(old, sympy.sympify(new))

@@ -17,6 +17,7 @@ from glue_compiler.fx.values import (
     StorageKey,
     Symbolic,
     expression,
+    expressions,
     is_plain,
     leaves,
     storage_of,
@@ -116,8 +117,8 @@ class CallRecord:
 
 
 def meta_of(tensor: torch.Tensor) -> Meta:
-    shape = tuple(map(expression, tensor.shape))
-    stride = tuple(map(expression, tensor.stride())) if tensor.layout is torch.strided else ()
+    shape = expressions(tensor.shape)
+    stride = expressions(tensor.stride()) if tensor.layout is torch.strided else ()
     return Meta(tensor.dtype, tensor.device, shape, stride)
 
 

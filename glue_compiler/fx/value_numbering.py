@@ -29,6 +29,7 @@ from glue_compiler.fx.values import (
     StorageKey,
     Symbolic,
     expression,
+    expressions,
     is_plain,
     leaves,
     requires_grad,
@@ -202,8 +203,7 @@ def _is_same_view(first: Any, second: Any) -> bool:
     if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor) or first.dtype != second.dtype:
         return False
     views = [
-        (storage_of(t), *(tuple(map(expression, n)) for n in (t.shape, t.stride(), [t.storage_offset()])))
-        for t in (first, second)
+        (storage_of(t), *(expressions(n) for n in (t.shape, t.stride(), [t.storage_offset()]))) for t in (first, second)
     ]
     return views[0] == views[1]
 

@@ -111,6 +111,10 @@ def expression(value: Any) -> Any:
     return value.node.expr if isinstance(value, Symbolic) else value
 
 
+def expressions(values: Iterable[Any]) -> tuple[Any, ...]:
+    return tuple(map(expression, values))
+
+
 def expressions_of(value: Any) -> Iterator[Any]:
     """Every number in a value's metadata: sizes, strides and offsets of tensors, and symbols."""
     for leaf in leaves(value):
@@ -156,7 +160,7 @@ def most_bytes(of: Any, shape_env: Any) -> int | None:
 def keeps_layout(tensor: torch.Tensor) -> bool:
     """Does a copy made by ``torch.empty_like`` have the same strides? Not so for a slice or an expanded tensor."""
     copy = torch.empty_like(tensor, device="meta")
-    return list(map(expression, tensor.stride())) == list(map(expression, copy.stride()))
+    return expressions(tensor.stride()) == expressions(copy.stride())
 
 
 def is_in_order(tensor: torch.Tensor) -> bool:

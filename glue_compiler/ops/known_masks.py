@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from glue_compiler.compat import symbols
-from glue_compiler.fx.values import expression, is_plain
+from glue_compiler.fx.values import expressions, is_plain
 from glue_compiler.ops.opaque import opaque
 
 
@@ -46,7 +46,7 @@ def may_be_mask(tensor: Any) -> bool:
     """By its dtype and its sizes: of as many queries as keys; of what is added to scores, for all heads alike."""
     if not isinstance(tensor, Tensor) or not is_plain(tensor):
         return False
-    sizes = tuple(map(expression, tensor.shape))
+    sizes = expressions(tensor.shape)
     if tensor.dtype != torch.bool:
         is_added = tensor.is_floating_point() and not tensor.requires_grad
         if not is_added or len(sizes) != 4 or sizes[1] != 1:

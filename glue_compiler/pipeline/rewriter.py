@@ -20,7 +20,7 @@ from glue_compiler.fx.operators import Operators, Value
 from glue_compiler.fx.private_nodes import nodes_used_alone
 from glue_compiler.fx.value_numbering import number_values
 from glue_compiler.fx.values import (
-    expression,
+    expressions,
     is_call,
     is_plain,
     leaves,
@@ -281,8 +281,8 @@ def _shown(with_: New | Value, operators: Operators) -> str:
 _METADATA: dict[str, Callable[[torch.Tensor], Any]] = {
     "dtype": lambda tensor: tensor.dtype,
     "device": lambda tensor: tensor.device,
-    "shape": lambda tensor: tuple(map(expression, tensor.shape)),
-    "layout": lambda tensor: tuple(map(expression, tensor.stride())),
+    "shape": lambda tensor: expressions(tensor.shape),
+    "layout": lambda tensor: expressions(tensor.stride()),
     "need of a gradient": lambda tensor: tensor.requires_grad,
 }
 

@@ -14,7 +14,7 @@ from torch import fx
 from glue_compiler.errors import GlueInvariantError
 from glue_compiler.fx.node_maker import NodeMaker
 from glue_compiler.fx.operators import UNTRACKED, Operators, Value
-from glue_compiler.fx.values import Symbolic, expression, inputs_of, makes_tensor, value_of
+from glue_compiler.fx.values import Symbolic, expression, expressions, inputs_of, makes_tensor, value_of
 from glue_compiler.passes.chunk_loss.row_steps import RowStep
 
 aten = torch.ops.aten
@@ -39,7 +39,7 @@ class RowWriter:
     def reshaped(self, node: fx.Node, shape: Sequence[Any]) -> fx.Node:
         """To ``shape``: numbers and expressions, at most one of which is left to be inferred."""
         found = tuple(value_of(node).shape)
-        if tuple(map(expression, found)) == tuple(shape):
+        if expressions(found) == tuple(shape):
             return node
         unknown = [size for size in shape if not isinstance(size, int)] if 0 not in shape else []
         sizes = [-1 if unknown and size is unknown[0] else self.size(size, node) for size in shape]
@@ -81,7 +81,7 @@ class RowWriter:
         rank = value_of(node).dim()
         tail = tuple(range(rank - others, rank))
         if step.kind == "reshape":
-            sizes = tuple(map(expression, value_of(node).shape))
+            sizes = expressions(value_of(node).shape)
             return self.reshaped(node, (*step.arguments, *(sizes[dim] for dim in tail)))
         if step.kind == "permute":
             return self.make.call(aten.permute.default, node, [*step.arguments, *tail])

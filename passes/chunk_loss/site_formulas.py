@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from glue_compiler.fx.values import expression, storages_of, value_of, values_of
+from glue_compiler.fx.values import expressions, storages_of, value_of, values_of
 from glue_compiler.ops.linear_row_statistics import NAMES
 from glue_compiler.passes.chunk_loss.groups import Statistics
 from glue_compiler.passes.chunk_loss.losses import Site
@@ -45,7 +45,7 @@ class SiteFormula:
 
     def take(self, statistics: fx.Node, rows: fx.Node) -> None:
         """What the operator gave, and rows ``[*rows, K]`` in the shape of the group's."""
-        shape = tuple(map(expression, value_of(rows).shape[:-1]))
+        shape = expressions(value_of(rows).shape[:-1])
         for index, name in enumerate(NAMES):
             if self.wants[index]:
                 found = self.make.call(operator.getitem, statistics, index)
@@ -107,7 +107,7 @@ class SiteFormula:
         assert site.target is not None
         logsumexp = self._of("logsumexp", site)
         result = logsumexp - self._of("target_logit", site)
-        rows = tuple(map(expression, value_of(logsumexp.node).shape))
+        rows = expressions(value_of(logsumexp.node).shape)
         target = self.make.proxy(self.writer.reshaped(self.writer.node(site.target), rows))
         ignored = target == loss.ignore_index
         weights = None

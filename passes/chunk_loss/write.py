@@ -17,7 +17,7 @@ from glue_compiler.errors import GlueInvariantError
 from glue_compiler.fx.dead_nodes import erase_dead
 from glue_compiler.fx.node_maker import NodeMaker
 from glue_compiler.fx.operators import Operators
-from glue_compiler.fx.values import expression, requires_grad, value_of
+from glue_compiler.fx.values import expression, expressions, requires_grad, value_of
 from glue_compiler.passes.chunk_loss.analysis import LossPlan, Replacement
 from glue_compiler.passes.chunk_loss.groups import Fused, Group, Statistics
 from glue_compiler.passes.chunk_loss.losses import Site
@@ -142,7 +142,7 @@ class _Writer:
                 self.results[each] = shaped
 
     def _shaped_as(self, node: fx.Node, rows: fx.Node) -> fx.Node:
-        return self.rows.reshaped(node, tuple(map(expression, value_of(rows).shape[:-1])))
+        return self.rows.reshaped(node, expressions(value_of(rows).shape[:-1]))
 
     def _write_statistics(self, group: Statistics) -> SiteFormula:
         formula = SiteFormula(group, self.rows, self.replacement.head.classes)
@@ -165,7 +165,7 @@ class _Writer:
 
 
 def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.dtype, tensor.device, tuple(map(expression, tensor.shape))
+    return tensor.dtype, tensor.device, expressions(tensor.shape)
 
 
 def _replace_uses(node: fx.Node, taken: Any) -> None:

@@ -22,7 +22,7 @@ from glue_compiler.fx.effects import EffectAnalysis, Kind
 from glue_compiler.fx.node_maker import NodeMaker
 from glue_compiler.fx.operators import Operators
 from glue_compiler.fx.reachable import reachable
-from glue_compiler.fx.values import expression, makes_tensor, requires_grad, value_of
+from glue_compiler.fx.values import expression, expressions, makes_tensor, requires_grad, value_of
 from glue_compiler.passes.group_experts.checks import cannot_fail
 from glue_compiler.passes.group_experts.grouped_body import GroupedBody, after, saved_weights
 from glue_compiler.passes.group_experts.plan import (
@@ -249,8 +249,7 @@ class LoopWriter:
 
 def _is_alike(first: torch.Tensor, second: torch.Tensor) -> bool:
     described = [
-        (t.dtype, t.device, t.dim(), expression(t.shape[-1]), tuple(map(expression, t.stride())))
-        for t in (first, second)
+        (t.dtype, t.device, t.dim(), expression(t.shape[-1]), expressions(t.stride())) for t in (first, second)
     ]
     return described[0] == described[1]
 

@@ -18,6 +18,7 @@ from glue_compiler.fx.flow import Refused
 from glue_compiler.fx.reachable import reachable
 from glue_compiler.fx.values import (
     expression,
+    expressions,
     is_plain,
     keeps_layout,
     own_storages,
@@ -279,7 +280,7 @@ def _check_states(steps: EqualSteps) -> None:
 
 
 def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
-    numbers = tuple(map(expression, (*tensor.shape, *tensor.stride())))
+    numbers = expressions((*tensor.shape, *tensor.stride()))
     return numbers, tensor.dtype, tensor.device, tensor.requires_grad
 
 

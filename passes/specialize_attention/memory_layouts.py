@@ -8,7 +8,7 @@ from typing import Any
 import sympy
 from torch import Tensor
 
-from glue_compiler.fx.values import expression
+from glue_compiler.fx.values import expressions
 
 Layout = tuple[int, ...]
 """Dimensions from the outermost to the innermost: ``tensor.permute(layout)`` is contiguous."""
@@ -24,7 +24,7 @@ def layout_of(tensor: Tensor) -> Layout | None:
 
 def has_layout(tensor: Tensor, layout: Layout) -> bool:
     """For tensors of at least one element."""
-    shape, strides = (tuple(map(expression, each)) for each in (tensor.shape, tensor.stride()))
+    shape, strides = (expressions(each) for each in (tensor.shape, tensor.stride()))
     step: Any = 1
     for dim in reversed(layout):
         if shape[dim] != 1 and sympy.expand(_of_elements(strides[dim]) - step) != 0:

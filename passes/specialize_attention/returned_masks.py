@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from glue_compiler.fx.values import expression, storages_of, value_of
+from glue_compiler.fx.values import expressions, storages_of, value_of
 from glue_compiler.ops.known_masks import MaskKind, may_be_mask
 from glue_compiler.passes.specialize_attention.attention_parts import Mask
 from glue_compiler.passes.specialize_attention.mask_reader import MaskReader
@@ -37,7 +37,7 @@ def returned_masks(reader: MaskReader, *, assume_sorted: bool) -> tuple[dict[int
 
 def _kind(node: fx.Node, output: fx.Node, reader: MaskReader, assume_sorted: bool) -> MaskKind:
     value = reader.operators.read(node, output)
-    shape = tuple(map(expression, value_of(node).shape))
+    shape = expressions(value_of(node).shape)
     batch = shape[0] if len(shape) == 4 else 1
     is_added = value_of(node).dtype.is_floating_point
     mask = Mask(value, "added" if is_added else "shows", None)

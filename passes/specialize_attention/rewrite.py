@@ -16,7 +16,7 @@ from glue_compiler.errors import GlueInvariantError
 from glue_compiler.fx.dead_nodes import erase_dead
 from glue_compiler.fx.node_maker import NodeMaker
 from glue_compiler.fx.value_numbering import Scope
-from glue_compiler.fx.values import expression, requires_grad, storages_of, value_of
+from glue_compiler.fx.values import expression, expressions, requires_grad, storages_of, value_of
 from glue_compiler.ops.document_blocks import BLOCK
 from glue_compiler.ops.mask_blocks import Kind, to_whole_blocks, whole_blocks_pay
 from glue_compiler.passes.specialize_attention.analysis import AttentionPlan, Replacement
@@ -68,7 +68,7 @@ class _Writer:
                 result = self.make.method("flatten", result, 0, 1)
             result = self._not_saved(replacement, self._laid_out_as(expected, result))
         found = value_of(result)
-        if (found.dtype, found.device, _sizes(found)) != (expected.dtype, expected.device, _sizes(expected)):
+        if _kind(found) != _kind(expected):
             raise GlueInvariantError(f"attention without a mask gives another tensor than '{site.output.name}'")
         result.meta["example_value"] = expected
         site.output.replace_all_uses_with(result)
@@ -384,8 +384,8 @@ def _common_scope(site: AttentionSite, parts: Iterable[Elements]) -> Scope:
     return scopes.pop() if len(scopes) == 1 else site.scope
 
 
-def _sizes(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tuple(map(expression, tensor.shape))
+def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.device, expressions(tensor.shape)
 
 
 def _has_fixed_heads(*nodes: fx.Node) -> bool:
