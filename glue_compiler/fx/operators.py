@@ -168,11 +168,12 @@ class Operators:
         node = value.node if value.step == UNTRACKED and not value.leaf else self.node_of(value)
         return node if node is not None and (not self.is_tensor(value) or self.is_kept(value, at)) else None
 
-    def node_of(self, value: Value) -> fx.Node | None:
-        """A node that evaluates to ``value``; None for a value inside of a call, and for items that no node takes."""
-        node = value.node
-        if value.step == UNTRACKED:
+    def node_of(self, value: Any) -> fx.Node | None:
+        """A node that evaluates to ``value``; None for a value inside of a call, for items that no node takes, and for
+        what is no :class:`Value`."""
+        if not isinstance(value, Value) or value.step == UNTRACKED:
             return None
+        node = value.node
         if isinstance(value_of(node), tuple | list):
             items = (user for user in node.users if user.target is operator.getitem)
             return next((item for item in items if self.value(item) == value), None)

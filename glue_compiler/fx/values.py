@@ -22,6 +22,11 @@ def value_of(node: fx.Node) -> Any:
     return meta["example_value"] if "example_value" in meta else meta.get("val")
 
 
+def value_in(argument: Any) -> Any:
+    """What a call finds in an argument: the value of a node, or what is none."""
+    return value_of(argument) if isinstance(argument, fx.Node) else argument
+
+
 def values_of(nodes: Iterable[fx.Node]) -> list[Any]:
     return [value_of(node) for node in nodes]
 

@@ -15,7 +15,7 @@ from glue_compiler.compat.operators import AUTOGRAD_FUNCTION
 from glue_compiler.compat.symbols import speculation
 from glue_compiler.fx.flow import Refused
 from glue_compiler.fx.records import bound_arguments
-from glue_compiler.fx.values import tensors_in, value_of
+from glue_compiler.fx.values import tensors_in, value_in
 
 """(forward body, backward body, operands) → a tuple. Backward takes gradients of it, and what forward saves."""
 TOKENS = 4099
@@ -53,7 +53,7 @@ def result_for_tokens(node: fx.Node, place: int, rank_before: int, fake_mode: An
     """
     module = node.graph.owning_module
     forward, backward = (getattr(module, body.target) for body in node.args[:2])  # type: ignore[union-attr, arg-type]
-    given = [value_of(each) if isinstance(each, fx.Node) else each for each in operands_of(node)]
+    given = list(map(value_in, operands_of(node)))
     with speculation(fake_mode, fake_mode.shape_env), fake_mode, torch.no_grad(), _ByToken() as mode:
         tokens = given[place] = mode.of_tokens(given[place], rank_before)
         made, saved = mode.run(forward, given)

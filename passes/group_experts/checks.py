@@ -13,7 +13,7 @@ from glue_compiler.fx import bodies
 from glue_compiler.fx.effects import Effects, Kind
 from glue_compiler.fx.modes import Mode
 from glue_compiler.fx.operators import Operators
-from glue_compiler.fx.values import StorageKey, expression, storages_of, tensors_in, value_of
+from glue_compiler.fx.values import StorageKey, expression, storages_of, tensors_in, value_in, value_of
 from glue_compiler.passes.group_experts.counts import CountSums
 from glue_compiler.passes.group_experts.plan import LeftAlone
 from glue_compiler.passes.group_experts.row_sets import RowSets
@@ -99,7 +99,7 @@ class ReadGraph:
 def cannot_fail(check: fx.Node, counts: Collection[Any], most: Any) -> bool:
     """Does ``check`` assert something that holds of each of ``counts``, numbers between 0 and ``most``?"""
     given = check.args[0] if check.args else None
-    holds = expression(value_of(given)) if isinstance(given, fx.Node) else given
+    holds = expression(value_in(given))
     match holds:
         case sympy.Ge():
             return bool(holds.lhs in counts and holds.rhs.is_number and holds.rhs <= 0)

@@ -19,7 +19,7 @@ from glue_compiler.fx.index_operators import INDEX_DTYPES, READERS, Reading
 from glue_compiler.fx.index_views import Index, NotAView
 from glue_compiler.fx.operators import Call, Operators, Value
 from glue_compiler.fx.reachable import reachable
-from glue_compiler.fx.values import Symbolic, expression, is_call, makes_tensor, value_of
+from glue_compiler.fx.values import Symbolic, expression, is_call, makes_tensor, value_in, value_of
 from glue_compiler.passes.group_experts.copies import Fill, copied_from, fill_of
 from glue_compiler.passes.group_experts.row_sets import EXPERT, ONE, Mask, RowSets, are_distinct
 
@@ -289,7 +289,7 @@ class HostNumbers:
 
     def _cannot_fail(self, check: Any) -> bool:
         """Is it a comparison that holds for any counts that are not negative and sum to the rows?"""
-        holds = expression(value_of(check)) if isinstance(check, fx.Node) else check
+        holds = expression(value_in(check))
         if holds is True or holds is sympy.true:
             return True
         if isinstance(holds, sympy.Ge):

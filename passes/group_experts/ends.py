@@ -106,7 +106,7 @@ def before_broadcast(operators: Operators, value: Any, node: fx.Node) -> Any:
 def _checked(sets: RowSets, node: fx.Node, rows: RowSet, added: Any, **how: Any) -> Sink | None:
     """The tensors by the nodes that are passed."""
     accumulator = sets.operators.passed_as(node, "self")
-    given = sets.operators.node_of(added) if isinstance(added, Value) else None
+    given = sets.operators.node_of(added)
     if accumulator is None or given is None or not makes_tensor(accumulator):
         return None
     return Sink(node, accumulator, rows, given, **how)
@@ -124,7 +124,7 @@ def joined(node: fx.Node, operators: Operators) -> list[fx.Node]:
     """The tensors that ``node``, a ``cat``, puts behind each other."""
     match operators.only_call(node):
         case Call(aten.cat, {"tensors": tensors, "dim": int(dim)}):
-            parts = [operators.node_of(each) if isinstance(each, Value) else None for each in tensors]
+            parts = [operators.node_of(each) for each in tensors]
             found = [part for part in parts if part is not None]
             return found if dim in (0, -value_of(node).dim()) and len(found) == len(parts) else []
     return []

@@ -227,7 +227,7 @@ class BodyMatcher:
         values = self._operands_of(nodes, name)
         if any(isinstance(value, Value) and value.step == UNTRACKED for value in values):
             raise LeftAlone("an operand of the loop is written while the loop runs", nodes[0])
-        found = [self.operators.node_of(value) if isinstance(value, Value) else None for value in values]
+        found = [self.operators.node_of(value) for value in values]
         sources = tuple(node for node in found if node is not None and node in self.dependent)
         return sources if len(sources) == len(nodes) else None
 

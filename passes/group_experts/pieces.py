@@ -110,8 +110,7 @@ class Pieces:
         sliced = self.operators.does(target)
         bounds = self._bounds(sliced) if sliced is not None else None
         extent = self._extent(*bounds) if bounds is not None else None
-        given_value = before_broadcast(self.operators, value, node)
-        written = self.operators.node_of(given_value) if isinstance(given_value, Value) else None
+        written = self.operators.node_of(before_broadcast(self.operators, value, node))
         if extent is None or written is None or sliced is None or sliced.node is not node:
             return None
         record = self.operators.record(node)

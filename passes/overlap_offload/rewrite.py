@@ -10,7 +10,7 @@ from torch import fx
 
 from glue_compiler.compat import symbols
 from glue_compiler.fx.training_pair import TrainingPair
-from glue_compiler.fx.values import value_of
+from glue_compiler.fx.values import value_in, value_of
 from glue_compiler.passes.overlap_offload.schedule import Move, Schedule
 
 _ops = torch.ops.glue
@@ -92,7 +92,7 @@ def _return_instead(pair: TrainingPair, saved: dict[fx.Node, fx.Node]) -> None:
 
 def _call(gm: fx.GraphModule, target: Callable[..., Any], *args: Any) -> fx.Node:
     node = gm.graph.call_function(target, args)
-    operands = [value_of(arg) if isinstance(arg, fx.Node) else arg for arg in args]
+    operands = list(map(value_in, args))
     mode = symbols.fake_mode_of(operands)
     assert mode is not None
     with mode:

@@ -14,7 +14,7 @@ from torch import fx
 
 import glue_compiler.ops  # noqa: F401  registers torch.ops.glue
 from glue_compiler.fx.node_maker import NodeMaker
-from glue_compiler.fx.values import expression, value_of
+from glue_compiler.fx.values import expression, value_in, value_of
 from glue_compiler.passes.specialize_attention.documents import BATCH, KEY, TOKEN
 from glue_compiler.passes.specialize_attention.mask_reader import MaskReader
 from glue_compiler.passes.specialize_attention.metadata_places import COMPARISONS, MetadataPlace, Run, taken_of
@@ -84,9 +84,7 @@ class MetadataVectors:
         name = vector.func.__name__
         place = self.place.leaves[name]
         sizes = {BATCH: self.batch, TOKEN: self.length}
-        known = {
-            places: expression(value_of(size)) if isinstance(size, fx.Node) else size for places, size in sizes.items()
-        }
+        known = {places: expression(value_in(size)) for places, size in sizes.items()}
         taken = taken_of(vector, self.reader.leaf_shape(name), known)
         items = tuple(slice(part.first, part.last) if isinstance(part, Run) else part for part in taken)
         node = self.make.brought_to(self.results.get(place.node, place.node), place.scope, self.place.scope)

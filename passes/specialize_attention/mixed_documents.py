@@ -20,7 +20,7 @@ from glue_compiler.compat import symbols
 from glue_compiler.compat.layers import layer_of
 from glue_compiler.fx.operators import Call, Operators, Value
 from glue_compiler.fx.reachable import reachable
-from glue_compiler.fx.values import expression, value_of
+from glue_compiler.fx.values import expression, value_in, value_of
 from glue_compiler.passes.specialize_attention.analysis import AttentionPlan
 from glue_compiler.passes.specialize_attention.mask_reader import MaskReader
 
@@ -98,7 +98,7 @@ def _is_one(size: Any, lengths: Iterable[Any]) -> bool:
 def _goes_over(loop: fx.Node, lengths: Iterable[Any]) -> bool:
     """Do the steps, each of as many tokens as the next dimension has, make up a row?"""
     (_, steps, _, fixed, _) = loop.args
-    count = value_of(steps) if isinstance(steps, fx.Node) else steps
+    count = value_in(steps)
     count = symbols.size_when_traced(count)  # type: ignore[arg-type]
     rows = [symbols.size_when_traced(length) for length in lengths]
     for tensor in map(value_of, fixed):  # type: ignore[arg-type]
