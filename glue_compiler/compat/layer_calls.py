@@ -213,9 +213,7 @@ def object_in(variables: Iterable[Any]) -> type | None:
         if _is_lazy(variable) or isinstance(variable, UserDefinedObjectVariable):
             found = object_among([value_behind(variable)])
         else:
-            items = vars(variable).get("items")
-            inside = items.values() if isinstance(items, dict) else items
-            found = object_in(inside) if isinstance(items, dict | list | tuple) else None
+            found = object_in(_parts(vars(variable).get("items")))
         if found is not None:
             return found
     return None
@@ -225,7 +223,7 @@ def object_among(values: Iterable[Any]) -> type | None:
     """As ``object_in``, of values themselves."""
     for value in values:
         if isinstance(value, dict | list | tuple):
-            found = object_among(value.values() if isinstance(value, dict) else value)
+            found = object_among(_parts(value))
         else:
             found = None if isinstance(value, _PLAIN) or callable(value) else type(value)
         if found is not None:
@@ -241,12 +239,14 @@ def take_tensor(variables: Sequence[Any]) -> bool:
 
 def hold_tensor(values: Iterable[Any]) -> bool:
     """Is a tensor among ``values``, or in their lists and dicts?"""
-    return any(
-        hold_tensor(value.values() if isinstance(value, dict) else value)
-        if isinstance(value, dict | list | tuple)
-        else isinstance(value, torch.Tensor)
-        for value in values
-    )
+    return any(isinstance(value, torch.Tensor) or hold_tensor(_parts(value)) for value in values)
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    """What is in a list, tuple or dict."""
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list | tuple) else ()
 
 
 _PLAIN = (type(None), bool, int, float, str, torch.Tensor, torch.dtype, torch.device, torch.SymInt, enum.Enum)
