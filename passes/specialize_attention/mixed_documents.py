@@ -99,7 +99,7 @@ def _goes_over(loop: fx.Node, lengths: Iterable[Any]) -> bool:
     """Do the steps, each of as many tokens as the next dimension has, make up a row?"""
     (_, steps, _, fixed, _) = loop.args
     count = value_in(steps)
-    count = symbols.size_when_traced(count)  # type: ignore[arg-type]
+    count = symbols.size_when_traced(count)
     rows = [symbols.size_when_traced(length) for length in lengths]
     for tensor in map(value_of, fixed):  # type: ignore[arg-type]
         sizes = [symbols.size_when_traced(size) for size in tensor.shape]
