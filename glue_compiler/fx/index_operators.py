@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import sympy
 import torch
@@ -27,18 +27,27 @@ from glue_compiler.fx.index_numbers import (
 from glue_compiler.fx.index_views import Index, NotAView, number_of
 from glue_compiler.fx.operators import Call, Operators, Value
 
-if TYPE_CHECKING:
-    from glue_compiler.fx.index_expressions import IndexReader
-
 aten = torch.ops.aten
 INDEX_DTYPES = (torch.int32, torch.int64)
+
+
+class ElementReader(Protocol):
+    """Reads elements of values; :class:`glue_compiler.fx.index_expressions.IndexReader`."""
+
+    operators: Operators
+    largest: dict[str, int]
+
+    def read(self, value: Value, index: Index) -> Expression: ...
+    def operand(self, value: Any, index: Index) -> Expression: ...
+    def shape(self, value: Value) -> Any: ...
+    def dtype(self, value: Any) -> torch.dtype: ...
 
 
 @dataclass(frozen=True)
 class Reading:
     """Element ``index`` of ``value``, which ``call`` gives. ``made["dim"]`` is an argument of the call."""
 
-    reader: IndexReader
+    reader: ElementReader
     call: Call
     value: Value
     index: Index
