@@ -24,6 +24,7 @@ REUSE = Feature(
             ("self", "input_buffer"), ("never_reuse_buffers",)
         ),
         "torch._inductor.scheduler:Scheduler.get_fused_node": Uses(("self", "node")),
+        "torch._inductor.scheduler:FusedSchedulerNode": ANY,
         "torch._inductor.virtualized:V": ANY,
     },
 )
@@ -80,11 +81,15 @@ def _decide(node: Any, decide: Callable[[Any], None]) -> None:
 
 def _in_one_kernel(node: Any) -> Sequence[Any]:
     """All that is computed beside ``node``, or itself where that has loops over a reduction."""
+    from torch._inductor.scheduler import FusedSchedulerNode
+
     scheduler = node.scheduler
     if node.get_first_name() not in scheduler.name_to_fused_node:
         return [node]
-    found = scheduler.get_fused_node(node).get_nodes()
-    return [node] if any(each.is_reduction() or each.is_template() for each in found) else found
+    fused = scheduler.get_fused_node(node)
+    # Other groups have kernels beside each other, as those of foreach operators.
+    together = fused.get_nodes() if type(fused) is FusedSchedulerNode else [node]
+    return [node] if any(each.is_reduction() or each.is_template() for each in together) else together
 
 
 @contextlib.contextmanager

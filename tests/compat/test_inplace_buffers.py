@@ -101,6 +101,19 @@ def test_results_lie_over_what_ends_in_their_kernel(function, more):
     assert found - without == more
 
 
+def foreach(a):
+    """Kernels of a group run beside each other: one may read what another one has written over already."""
+    x, y = products(a, 2)
+    first, second = torch._foreach_mul([x, x], [y, a])
+    return (first @ a) @ (second @ a)
+
+
+def test_groups_of_kernels_are_left_alone():
+    with reused():
+        found, _ = overwritten(foreach, small())
+    assert found == 0
+
+
 def test_an_input_is_taken_once():
     """Also by what torch would have take it, being its last reader."""
     kernel, graph = SimpleNamespace(inplace_update_buffers={"result": "input"}), SimpleNamespace()
