@@ -8,6 +8,7 @@ all else takes. ``layer_roles`` decides by that which layers keep what backward 
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -99,10 +100,15 @@ class _Round:
     has_run = False
 
 
+REMEMBERED = 8
+"""Rounds in which a layer is not called before it is forgotten: some may be dropped in a round, or replaced."""
+
+
 class LayerPlan:
     """Of one device. Whatever it decides, results are the same: threads may share it, and at worst it decides badly.
 
-    A round is a forward through all layers; a step begins with a round while no other one waits for its backward.
+    A round is a forward through the layers, of which some may be left out; a step begins with a round while no other
+    one waits for its backward.
 
     Args:
         budget: as the user wrote it.
@@ -117,6 +123,12 @@ class LayerPlan:
         self.told: list[Callable[[str], None]] = []
         self.mover = Mover()
         self._layers: dict[int, Hashable] = {}
+        """Layer → its kind, in the order of their calls."""
+        self._last_called: int | None = None
+        self._seen_in: dict[int, int] = {}
+        """Layer → the number of the round in which it was called last."""
+        self._round, self._has_node = 0, False
+        self._lock = threading.RLock()
         self._roles: dict[int, Role] = {}
         """Layer → its role; all others compute again."""
         self._grown: dict[tuple[Hashable, bool], float] = {}
@@ -147,15 +159,22 @@ class LayerPlan:
             layer: stands for the layer in all of its calls. kind: layers that take the same for each unit.
             units: how large its input is.
         """
-        is_first = next(iter(self._layers), layer) == layer
-        self._layers[layer] = kind
-        if is_first:
-            self._begin_round(units)
-        return self._roles.get(layer, Role())
+        with self._lock:
+            if self._begins_a_round(layer):
+                self._begin_round(units)
+            self._note(layer, kind)
+            return self._roles.get(layer, Role())
 
     def called(self, layer: int, units: int, choice: Choice, before: Before | None, outputs: Sequence[Any]) -> None:
         """A call that :meth:`role` was asked about has run; ``before``: what :meth:`before_call` said."""
-        kind, kept = self._layers[layer], choice is Choice.KEEP
+        with self._lock:
+            if layer in self._layers:  # other threads may have forgotten it
+                self._called(self._layers[layer], units, choice, before, outputs)
+
+    def _called(
+        self, kind: Hashable, units: int, choice: Choice, before: Before | None, outputs: Sequence[Any]
+    ) -> None:
+        kept = choice is Choice.KEEP
         if before is not None and not self._has_compiled:
             grown = (self._memory.allocated() - before.allocated) / max(1, units)
             self._grown[kind, kept] = min(grown, self._grown.get((kind, kept), grown))
@@ -163,7 +182,7 @@ class LayerPlan:
                 self._timed.append((kind, units, before.clock, self._memory.clock()))
         if kept:
             self._kept[kind] += units
-        if layer == next(iter(self._layers)):
+        if not self._has_node:
             self._wait_for_backward(outputs)
 
     def before_call(self) -> Before | None:
@@ -190,12 +209,35 @@ class LayerPlan:
 
         node.register_prehook(has_run)
         self._waiting.append(waiting)
+        self._has_node = True
+
+    def _begins_a_round(self, layer: int) -> bool:
+        """Is a layer called that comes before the last one that was, or has backward run since?"""
+        if self._last_called is None or (self._has_node and not self._waits(self._waiting[-1])):
+            return True
+        order = list(self._layers)
+        place = order.index(layer) if layer in self._layers else len(order)
+        return not place or place < order.index(self._last_called)
+
+    def _note(self, layer: int, kind: Hashable) -> None:
+        if layer not in self._layers:  # behind the one that was called before it
+            order = list(self._layers.items())
+            at = 0 if self._last_called is None else list(self._layers).index(self._last_called) + 1
+            self._layers = dict([*order[:at], (layer, kind), *order[at:]])
+        self._last_called, self._seen_in[layer] = layer, self._round
+
+    @staticmethod
+    def _waits(waiting: weakref.ref[_Round]) -> bool:
+        return (found := waiting()) is not None and not found.has_run
 
     def _begin_round(self, units: int) -> None:
-        self._waiting = [each for each in self._waiting if (found := each()) is not None and not found.has_run]
+        self._waiting = [each for each in self._waiting if self._waits(each)]
         if not self._waiting:
             self._begin_step(units)
         self._rounds += 1
+        self._round, self._last_called, self._has_node = self._round + 1, None, False
+        for layer in [each for each, seen in self._seen_in.items() if self._round - seen > REMEMBERED]:
+            del self._seen_in[layer], self._layers[layer]
 
     def _begin_step(self, units: int) -> None:
         self._look_back()

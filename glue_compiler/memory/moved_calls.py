@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -58,31 +59,42 @@ class MovedCall:
         return is_plain and tensor.nbytes >= self._least and storages.identity(tensor) not in self._inputs
 
 
+class _OfThread(threading.local):
+    """Threads have forwards, and streams, of their own.
+
+    Attributes:
+        leaving: what still lies on the device, with its layer.
+        moved: layer → its latest call that was moved.
+    """
+
+    def __init__(self) -> None:
+        self.leaving: deque[tuple[int, MovedCall]] = deque()
+        self.moved: dict[int, MovedCall] = {}
+
+
 class Mover:
     """Runs the calls of a model's layers, one after the other, and moves what some of them save."""
 
     def __init__(self, copies: CopyEngine = engine, least: int = LEAST_BYTES) -> None:
         self._copies, self._least = copies, least
-        self._leaving: deque[tuple[int, MovedCall]] = deque()
-        """What still lies on the device, with its layer."""
-        self._moved: dict[int, MovedCall] = {}
-        """Layer → its latest call that was moved."""
+        self._of_thread = _OfThread()
 
     def run(self, call: Callable[..., Any], inputs: Sequence[Any], layer: int, role: Role) -> Any:
         """``call(*inputs)`` of ``layer``; what was moved before leaves when ``role`` says so at the latest."""
         moves = role.choice is Choice.MOVE
-        waits = any(each == role.leaves for each, _ in self._leaving)
-        while self._leaving and self._leaving[0][1].leave(at_once=waits):
-            left, _ = self._leaving.popleft()
+        leaving, moved_calls = self._of_thread.leaving, self._of_thread.moved
+        waits = any(each == role.leaves for each, _ in leaving)
+        while leaving and leaving[0][1].leave(at_once=waits):
+            left, _ = leaving.popleft()
             waits &= left != role.leaves
         if not moves:
             results = call(*inputs)
         else:
-            self._moved[layer] = moved = MovedCall(inputs, self._copies, self._least)
-            self._leaving.append((layer, moved))
+            moved_calls[layer] = moved = MovedCall(inputs, self._copies, self._least)
+            leaving.append((layer, moved))
             with torch.autograd.graph.saved_tensors_hooks(moved.pack, lambda value: value.take()):
                 results = call(*inputs)
-        returns = None if role.returns is None else self._moved.get(role.returns)
+        returns = None if role.returns is None else moved_calls.get(role.returns)
         node = next((each.grad_fn for each in results if getattr(each, "grad_fn", None) is not None), None)
         if returns is not None and node is not None:
             node.register_prehook(lambda _: returns.come_back())

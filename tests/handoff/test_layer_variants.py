@@ -2,6 +2,8 @@
 
 import itertools
 import re
+import sys
+import threading
 from functools import partial
 
 import pytest
@@ -126,7 +128,7 @@ def test_a_graph_that_is_dropped_drops_what_has_moved(planned):
     run, plan = planned(lambda n: False, WithHead(layers(4, Checkpointed)), lambda n: True)
     run.step(ids())
     loss = run.compiled(ids())
-    moved = list(plan.mover._moved.values())[-1]
+    moved = list(plan.mover._of_thread.moved.values())[-1]
     assert moved._alive()
     del loss
     assert not moved._alive()
@@ -253,6 +255,33 @@ def test_no_memory_for_a_layer_that_keeps(planned):
         variant(nn.Parameter(torch.ones(1)), torch.ones(3))
     assert "Run this step again" in str(getattr(caught.value, "__notes__", ["Run this step again"]))
     run.step(ids())
+
+
+def test_threads_have_what_leaves_of_their_own():
+    mover, errors = Mover(CopyEngine(), least=1), []
+    weight = torch.ones(64, requires_grad=True)
+
+    def run():
+        try:
+            for _ in range(100):
+                for layer in range(6):
+                    role = Role(Choice.MOVE if layer < 4 else Choice.KEEP, leaves=layer - 2 if layer > 1 else None)
+                    (result,) = mover.run(lambda x: ((x * weight).exp(),), (weight * 2.0,), layer, role)
+                result.sum().backward()
+        except Exception as error:
+            errors.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [threading.Thread(target=run) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert errors == []
 
 
 @pytest.mark.gpu

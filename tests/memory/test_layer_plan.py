@@ -99,6 +99,36 @@ def test_the_last_layers_keep_as_many_as_fit(keep):
     assert device.most <= max(device.budget, needed(100, 1))
 
 
+@pytest.mark.parametrize("at", [0, 3, 7])
+def test_layers_that_a_step_leaves_out_do_not_count_twice(at):
+    """Stochastic depth: no step exceeds the budget, whichever layer is left out."""
+    device = Device(budget_for(100, 4))
+    device.learn(100)
+    for number in range(40):
+        device.layers = [layer for i, layer in enumerate(LAYERS) if i != at or number % 3]
+        device.step(100)
+        assert device.most <= device.budget
+    device.layers = list(LAYERS)
+    for _ in range(2):
+        kept = device.step(100)
+    assert kept == LAYERS[4:]
+
+
+@pytest.mark.parametrize("at", [0, 3, 7])
+@pytest.mark.parametrize("known", [0, 1, 4])
+def test_a_layer_that_takes_anothers_place_is_planned_for(at, known):
+    device = Device(budget_for(100, 8))
+    device.plan.compiles()
+    for _ in range(known):
+        device.step(100)
+    device.layers[at] = 99
+    for _ in range(20):
+        kept = device.step(100)
+    assert kept == device.layers
+    assert list(device.plan._layers) == device.layers
+    assert device.plan._timed == [] or len(device.plan._timed) <= len(LAYERS)
+
+
 def test_layers_keep_on_the_host_as_far_apart_as_copies_take():
     """One copy takes as long as three forwards, by what both were measured to take."""
     device = Device(budget_for(100, 2), rate=(KEPT - AGAIN) / FORWARD / 3)
