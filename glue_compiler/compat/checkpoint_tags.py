@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 from torch import fx
@@ -22,6 +22,7 @@ _EXPLICIT: dict[object, Literal["save", "recompute"]] = {
 _TAGGING: Any = getattr(wrap, "TagActivationCheckpoint", None)
 LEAVES_FUNCTIONS_OUT = hasattr(_TAGGING, "tag_nodes")
 """Does torch tag no more than a checkpoint's own operators?"""
+_LOOKS = "remat_using_tags_for_fwd_loss_bwd_graph"
 _active = threading.local()
 
 
@@ -54,6 +55,25 @@ def _install() -> None:
         return tagged
 
     _TAGGING.tag_nodes = staticmethod(tag_nodes)
+
+
+def kept_in_forward(modules: Iterable[fx.GraphModule]) -> contextlib.AbstractContextManager[None]:
+    """In here, checkpoints are of no consequence in a graph that is no training step, as that of a frozen layer.
+
+    From 2.13 on torch looks for backward's part in it, which only a traced ``torch.autograd.grad`` has, and refuses
+    random operators, attention among them, before it sees that there is none. ``modules``: the graph and its bodies.
+    """
+    from torch._functorch import config
+
+    has_backward = any(
+        node.meta.get("autograd_backward") or "phase" in node.meta.get("custom", {})
+        for module in modules
+        for node in module.graph.nodes
+    )
+    if has_backward or not hasattr(config, _LOOKS):
+        return contextlib.nullcontext()
+    found: contextlib.AbstractContextManager[None] = config.patch({_LOOKS: False})
+    return found
 
 
 def _tag_functions(tagged: fx.GraphModule) -> None:

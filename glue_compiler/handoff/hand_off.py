@@ -35,6 +35,17 @@ def hand_off(
     ``edit_pair`` marks and changes the graphs of a training step; ``passes_uuid`` stands for it too;
     without one, nothing comes from Inductor's caches and nothing goes there.
     """
+    with checkpoint_tags.kept_in_forward(graph_modules(gm)):
+        return _compiled(gm, inputs, options, passes_uuid, edit_pair)
+
+
+def _compiled(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    options: GlueOptions,
+    passes_uuid: bytes | None,
+    edit_pair: partition.Edit | None,
+) -> Callable[..., Any]:
     if options.compiler == "aot_eager":
         return partition.compile_with_aot_eager(gm, inputs, edit_pair)
     if not inductor.HAND_OFF.is_available():
