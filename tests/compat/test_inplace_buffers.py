@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._inductor.scheduler import ForeachKernelSchedulerNode, FusedSchedulerNode
 from torch._inductor.utils import run_and_get_code
 from torch._inductor.virtualized import V
 
@@ -101,17 +102,22 @@ def test_results_lie_over_what_ends_in_their_kernel(function, more):
     assert found - without == more
 
 
-def foreach(a):
-    """Kernels of a group run beside each other: one may read what another one has written over already."""
-    x, y = products(a, 2)
-    first, second = torch._foreach_mul([x, x], [y, a])
-    return (first @ a) @ (second @ a)
-
-
-def test_groups_of_kernels_are_left_alone():
-    with reused():
-        found, _ = overwritten(foreach, small())
-    assert found == 0
+@pytest.mark.parametrize(("kind", "is_one"), [(FusedSchedulerNode, True), (ForeachKernelSchedulerNode, False)])
+def test_kernels_that_run_beside_each_other_are_not_one(kind, is_one):
+    """One of a foreach group may read what another one has written over already."""
+    group = kind.__new__(kind)
+    scheduler = SimpleNamespace(name_to_fused_node={"node": group}, get_fused_node=lambda _: group)
+    node, other = (
+        SimpleNamespace(
+            get_first_name=lambda: "node",
+            scheduler=scheduler,
+            is_reduction=lambda: False,
+            is_template=lambda: False,
+        )
+        for _ in range(2)
+    )
+    group.snodes = [node, other]
+    assert inplace_buffers._in_one_kernel(node) == ([node, other] if is_one else [node])
 
 
 def test_an_input_is_taken_once():
