@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
@@ -13,6 +12,7 @@ from torch._higher_order_ops import wrap
 from torch.utils.checkpoint import CheckpointPolicy
 
 from glue_compiler.compat.operators import AUTOGRAD_FUNCTION, is_of_others
+from glue_compiler.compat.thread_flag import ThreadFlag
 
 _EXPLICIT: dict[object, Literal["save", "recompute"]] = {
     CheckpointPolicy.MUST_SAVE: "save",
@@ -23,7 +23,7 @@ _TAGGING: Any = getattr(wrap, "TagActivationCheckpoint", None)
 LEAVES_FUNCTIONS_OUT = hasattr(_TAGGING, "tag_nodes")
 """Does torch tag no more than a checkpoint's own operators?"""
 _LOOKS = "remat_using_tags_for_fwd_loss_bwd_graph"
-_active = threading.local()
+_tags_functions = ThreadFlag()
 
 
 @contextlib.contextmanager
@@ -35,11 +35,8 @@ def autograd_functions_tagged() -> Iterator[None]:
     operators of others.
     """
     _install()
-    before, _active.value = getattr(_active, "value", False), True
-    try:
+    with _tags_functions.on():
         yield
-    finally:
-        _active.value = before
 
 
 @functools.cache
@@ -50,7 +47,7 @@ def _install() -> None:
 
     def tag_nodes(gmod: fx.GraphModule, is_sac: bool) -> fx.GraphModule:
         tagged: fx.GraphModule = original(gmod, is_sac)
-        if not is_sac and getattr(_active, "value", False):
+        if not is_sac and _tags_functions.is_on:
             _tag_functions(tagged)
         return tagged
 
@@ -65,12 +62,14 @@ def kept_in_forward(modules: Iterable[fx.GraphModule]) -> contextlib.AbstractCon
     """
     from torch._functorch import config
 
+    if not hasattr(config, _LOOKS):
+        return contextlib.nullcontext()
     has_backward = any(
         node.meta.get("autograd_backward") or "phase" in node.meta.get("custom", {})
         for module in modules
         for node in module.graph.nodes
     )
-    if has_backward or not hasattr(config, _LOOKS):
+    if has_backward:
         return contextlib.nullcontext()
     found: contextlib.AbstractContextManager[None] = config.patch({_LOOKS: False})
     return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -15,6 +14,7 @@ from torch import fx
 from glue_compiler.compat import inplace_buffers
 from glue_compiler.compat.parts import ANY, Feature, Uses
 from glue_compiler.compat.symbols import unbacked_symbols
+from glue_compiler.compat.thread_flag import ThreadFlag
 from glue_compiler.compat.versions import torch_version
 from glue_compiler.errors import GlueCaptureError, GlueOptionError, first_line
 
@@ -111,7 +111,7 @@ def compile_with_inductor(
     """``reuses_inputs``: do kernels write over more of their inputs than torch has them do?"""
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-    is_captured = is_at_work = _failures.are_raised
+    is_captured = is_at_work = _raises_failures.is_on
 
     def compile_one(graph: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         try:
@@ -148,11 +148,7 @@ def _sizes_of_reductions(graph: fx.GraphModule) -> contextlib.AbstractContextMan
     return found
 
 
-class _Failures(threading.local):
-    are_raised: bool = False
-
-
-_failures = _Failures()
+_raises_failures = ThreadFlag()
 
 
 class _BackwardFailed(BaseException):
@@ -169,11 +165,8 @@ def backward_failures_raised() -> Iterator[None]:
     AOTAutograd compiles one together with its forward, because it takes sizes from there. A failure it only logs
     (2.11 to 2.15), for the backward may never run, and fails there if it does.
     """
-    before, _failures.are_raised = _failures.are_raised, True
-    try:
+    with _raises_failures.on():
         yield
-    finally:
-        _failures.are_raised = before
 
 
 def _depends_on_data(graph: fx.GraphModule) -> bool:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from glue_compiler.compat.parts import ANY, Feature, Uses
+from glue_compiler.compat.thread_flag import ThreadFlag
 
 REUSE = Feature(
     "reuse of memory within kernels",
@@ -30,7 +30,7 @@ REUSE = Feature(
 )
 """Without it, peaks are as torch has them."""
 
-_active = threading.local()
+_reuses = ThreadFlag()
 
 
 @contextlib.contextmanager
@@ -38,11 +38,8 @@ def reused() -> Iterator[None]:
     """In here, a kernel without reductions writes as many results as it can over inputs that nobody reads behind it."""
     if REUSE.is_available():
         _install()
-    before, _active.value = getattr(_active, "value", False), True
-    try:
+    with _reuses.on():
         yield
-    finally:
-        _active.value = before
 
 
 @functools.cache
@@ -53,7 +50,7 @@ def _install() -> None:
     original = scheduled.decide_inplace_update
 
     def decide_inplace_update(node: Any) -> None:
-        if getattr(_active, "value", False):
+        if _reuses.is_on:
             _decide(node, original)
         else:
             original(node)

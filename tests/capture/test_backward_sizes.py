@@ -120,7 +120,7 @@ def test_failures_are_left_to_torch_where_there_is_no_second_try():
         compiled = torch.compile(up_to_the_longest, backend="glue")
         x = torch.randn(2, 4, 3, requires_grad=True)
         out = compiled(x, torch.tensor([2, 3]))
-    assert not inductor._failures.are_raised
+    assert not inductor._raises_failures.is_on
     torch.testing.assert_close(out, up_to_the_longest(x, torch.tensor([2, 3])))
 
 
