@@ -9,7 +9,7 @@
 
 Rows, one graph: ``none`` (no offload), ``no-reorder`` (the same with Inductor's ``reorder_for_peak_memory`` off, which
 glue sets too), ``serial`` (torch's own offload: a copy is waited for at once), ``glue`` (``offload="checkpoints"``),
-``budget`` (``memory_budget`` of ``--budget``), ``glue-none`` (glue, without offload). Layers compiled one by one:
+``glue-none`` (glue, without offload). Layers compiled one by one:
 ``layers-none``, ``save_on_cpu`` (torch's hooks), ``trl`` (TRL's stream hooks, where it is installed), ``layers-glue``
 (``glue_compiler.offload_checkpoints()``). A row may be given twice, to see how much two runs differ.
 
@@ -60,15 +60,13 @@ class Measured:
     host: int
 
 
-def measure(
-    row: str, shape: Shape, steps: int, device: torch.device, budget: str | None = None, model_name: str = "decoder"
-) -> Measured:
+def measure(row: str, shape: Shape, steps: int, device: torch.device, model_name: str = "decoder") -> Measured:
     from glue_compiler.ops.copy_engine import engine
 
     on_gpu = device.type == "cuda"
     torch.manual_seed(0)
     model, batch = model_of(model_name, shape, device), batch_for(model_name, shape, device)
-    step = stepper(*prepare(row, model, budget), model, batch)
+    step = stepper(*prepare(row, model), model, batch)
     with serial_offload(shape) if row == "serial" else nullcontext():
         first = step()
         pinning = engine.pool.pinning_seconds
@@ -78,7 +76,7 @@ def measure(
         times = [step() for _ in range(steps)]
     peak = torch.cuda.max_memory_allocated() if on_gpu else 0
     waited = None
-    if row in ("glue", "budget", "layers-glue"):
+    if row in ("glue", "layers-glue"):
         with engine.synchronised():
             waited = statistics.median(step() for _ in range(3))
     return Measured(
@@ -95,9 +93,7 @@ def measure(
     )
 
 
-def print_rows(
-    rows: list[str], shape: Shape, steps: int, device: torch.device, budget: str | None, model_name: str
-) -> None:
+def print_rows(rows: list[str], shape: Shape, steps: int, device: torch.device, model_name: str) -> None:
     heads = (
         "step ms",
         "fastest",
@@ -115,7 +111,7 @@ def print_rows(
     without: dict[bool, Measured] = {}
     for row in rows:
         try:
-            got = measure(row, shape, steps, device, budget, model_name)
+            got = measure(row, shape, steps, device, model_name)
         except ImportError as missing:
             print(f"{row:<12} skipped: {missing}")
         except Exception as error:  # one way that fails must not hide the others
@@ -150,7 +146,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--model", choices=("decoder", *FAMILIES), default="decoder")
     parser.add_argument("--steps", type=int, default=9)
     parser.add_argument("--rows", help=f"of {', '.join(ROWS)}; with --longest, none and glue if nothing is said")
-    parser.add_argument("--budget", help="such as 24GiB: for the row 'budget', and the device memory of --longest")
+    parser.add_argument("--budget", help="the device memory of --longest, such as 24GiB")
     parser.add_argument("--longest", action="store_true", help="the longest sequence that trains")
     parser.add_argument("--numerics", action="store_true", help="errors against fp64, and repeats of one step")
     parser.add_argument("--repeats", type=int, default=50)
@@ -161,8 +157,8 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(f"unknown rows: {', '.join(sorted(unknown))}")
     if given.model != "decoder" and given.numerics:
         parser.error("--numerics is for the decoder")
-    if given.budget is None and (given.longest or "budget" in rows):
-        parser.error("--longest and the row 'budget' need --budget")
+    if given.budget is None and given.longest:
+        parser.error("--longest needs --budget")
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     print(f"{name}, torch {torch.__version__}, {shape}")
@@ -172,7 +168,7 @@ def main(arguments: list[str] | None = None) -> None:
         checkpoint_numerics.print_numerics(shape, given.repeats, device)
     else:
         print(f"layer inputs: {shape.layers} x {shape.input_bytes / 2**20:.0f} MiB\n")
-        print_rows(rows, shape, given.steps, device, given.budget, given.model)
+        print_rows(rows, shape, given.steps, device, given.model)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from benchmarks.checkpoint_transformers import LanguageModel, tokens_of
 
 GRAPH_ROWS = ("none", "no-reorder", "serial", "glue")
 LAYER_ROWS = ("layers-none", "save_on_cpu", "trl", "layers-glue")
-ROWS = (*GRAPH_ROWS, "glue-none", "budget", *LAYER_ROWS)
+ROWS = (*GRAPH_ROWS, "glue-none", *LAYER_ROWS)
 
 Context = Callable[[], AbstractContextManager[Any]]
 
@@ -32,7 +32,7 @@ def batch_for(name: str, shape: Shape, device: torch.device) -> tuple[Tensor, Te
 
 
 def prepare(
-    row: str, model: Decoder | LanguageModel, budget: str | None = None, dynamic: bool | None = None
+    row: str, model: Decoder | LanguageModel, dynamic: bool | None = None
 ) -> tuple[Callable[..., Tensor], Context]:
     """The callable to step with, and the context of a step. ``dynamic``: as for ``torch.compile``.
 
@@ -45,11 +45,7 @@ def prepare(
         return compiled(), nullcontext
     if row == "no-reorder":
         return compiled(options={"reorder_for_peak_memory": False}), nullcontext
-    options: dict[str, dict[str, Any]] = {
-        "glue": {"offload": "checkpoints"},
-        "glue-none": {},
-        "budget": {"memory_budget": budget},
-    }
+    options: dict[str, dict[str, Any]] = {"glue": {"offload": "checkpoints"}, "glue-none": {}}
     if row in options:
         return compiled(backend="glue", options=options[row]), nullcontext
     for layer in model.layers:

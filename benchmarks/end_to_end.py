@@ -14,20 +14,20 @@ median, best and worst milliseconds of a step with the fixed total, tokens per s
 does in one large product; microseconds for a token with totals that vary, and the ratio to that with the fixed one;
 graphs that were compiled, glue's warnings, memory; seconds of the first step, caches empty, of a first step with full
 ones (``--warm``, one variant after the other, those that compile), and until both compiles were done; seconds of 100
-steps with the fixed total, that first one and 99 of the median; the last loss;
-of plans, the GiB that are predicted of the graph alone, and what it took in its second or third step.
+steps with the fixed total, that first one and 99 of the median; the last loss.
 
 Variants: ``flex`` is Inductor with transformers' flex_attention, ``fa2`` and ``fa4`` with its flash_attention_2 and 4,
 where those are installed; the others have sdpa. ``glue-torch`` takes no kernels of other packages, ``glue-unshared``
-compiles each of equal layers, ``glue-dropped`` has ``padding="drop"``, in ``-recompute`` backward computes all again
-that is no product, ``glue-offload`` moves the inputs of checkpointed layers. ``glue-none`` makes no rewrite, and
-``glue-metadata``, ``glue-attention``, ``glue-experts`` and ``glue-loss`` make that one alone. ``plan-B`` plans what is
-kept for backward within ``memory_budget=B`` (``plan-9.6GiB``). In ``glue-update`` and ``flex-update`` clipping and
-AdamW are compiled too; the others have torch's fused AdamW. ``liger`` is eager, the model patched by Liger (package
-``liger-kernel``), its loss without logits among them. A variant that ends in ``-layers`` compiles each decoder layer
-by itself (``layer.compile(...)``), as FSDP2 recipes do; masks, rotary tables and the loss are eager then, and equal
-layers share their graphs. ``glue-regions`` has ``regions="auto"``, ``flex-regions`` what a user can write by hand in
-its place: layers with their checkpoints inside, head and loss. ``-cudagraphs`` have ``mode="reduce-overhead"``.
+compiles each of equal layers, those with ``-dropped`` at their end have ``padding="drop"``, in ``-recompute`` backward
+computes all again that is no product, ``glue-offload`` moves the inputs of checkpointed layers. ``glue-none`` makes no
+rewrite, and ``glue-metadata``, ``glue-attention``, ``glue-experts`` and ``glue-loss`` make that one alone. In
+``plan-B-regions`` layers keep what fits into ``memory_budget=B`` (``plan-9.6GiB-regions``). In ``glue-update`` and
+``flex-update`` clipping and AdamW are compiled too; the others have torch's fused AdamW. ``liger`` is eager, the model
+patched by Liger (package ``liger-kernel``), its loss without logits among them. A variant that ends in ``-layers``
+compiles each decoder layer by itself (``layer.compile(...)``), as FSDP2 recipes do; masks, rotary tables and the loss
+are eager then, and equal layers share their graphs. ``glue-regions`` has ``regions="auto"``, ``flex-regions`` what a
+user can write by hand in its place: layers with their checkpoints inside, head and loss. ``-cudagraphs`` have
+``mode="reduce-overhead"``.
 
 Other libraries train a row with models, kernels, losses and compilation of their own, from the row's random weights, on
 the row's batches: ``torchtune``, ``torchtitan`` (with flex_attention; ``torchtitan-varlen`` with torch's varlen kernel)
@@ -37,7 +37,7 @@ do to a batch that the others do in the model, such as masks, is a part of the s
 All that is compared is on the device at once: rows of billions of weights need a run of their own (``gpt-oss``: 26 GiB
 for each variant, while it waits; ``qwen3-14b-lora`` and ``qwen3-moe`` 28 to 60). What fails for want of memory while
 others compile goes on in its turn, when it has the rest of the device to itself (its ``first s`` is empty then), and
-what fails again is tried once more when all others are done. Such a row of ``plan-B`` has the plan of least memory.
+what fails again is tried once more when all others are done.
 
 On a CPU sizes are tiny, to test the code: ``--device cpu --compiler aot_eager``.
 """
@@ -59,7 +59,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -69,8 +69,7 @@ from benchmarks.card_memory import allocator_settings
 from benchmarks.end_to_end_flops import peak_flops, step_flops
 from benchmarks.end_to_end_rows import ROWS, Size, document_lengths
 from benchmarks.end_to_end_table import COLUMNS, cell
-from benchmarks.end_to_end_variants import VARIANTS, is_planned, variant_of
-from benchmarks.planned import planned
+from benchmarks.end_to_end_variants import VARIANTS, variant_of
 from benchmarks.step_kernels import StepKernels, lines_of, profiled
 
 DEFAULT_ROWS = ("qwen3-bf16", "qwen3-autocast")
@@ -134,7 +133,7 @@ class Schedule:
     """Steps to compile for the fixed total and for totals that vary, and steps to time for each."""
 
     compiling: int = 2
-    warm_up: int = 4  # by then plans of memory are made again
+    warm_up: int = 4  # by then layers keep what fits
     timed: int = 10
     kinds: tuple[bool, ...] = (False, True)
     """Whether totals vary, of the kinds of batches in their order."""
@@ -146,10 +145,6 @@ def measure(connection: Connection, schedule: Schedule, caches: str, *which: Any
     from glue_compiler.errors import GlueWarning
 
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = caches
-    dump = f"{caches} dump"
-    if is_planned(which[1]):
-        os.environ["GLUE_DUMP"] = dump
-        schedule = replace(schedule, compiling=schedule.warm_up)
     torch.set_float32_matmul_precision("high")
     try:
         with warnings.catch_warnings(record=True) as caught:
@@ -180,7 +175,6 @@ def measure(connection: Connection, schedule: Schedule, caches: str, *which: Any
                 "warnings": len(of_glue),
                 "peak_gib": peak,
                 "messages": [str(each.message) for each in of_glue],
-                **planned(dump),
                 **({"kernels": kernels} if (kernels := _kernels(trainer, schedule.profiled)) else {}),
             }
         )
@@ -292,9 +286,7 @@ def run_all(cases: list[tuple[str, str]], arguments: argparse.Namespace, caches:
             time_all([found[place]], arguments.limit)
     if arguments.warm:
         for each in found:
-            # Plans are read from a dump, and a step with one comes from no cache.
-            is_cached = variant_of(each.variant).is_compiled and not is_planned(each.variant)
-            if "failed" not in (each.result or {}) and is_cached:
+            if "failed" not in (each.result or {}) and variant_of(each.variant).is_compiled:
                 _measure_warm(each, caches, arguments.limit)
     for each in found:
         each.result = {**(each.result or {}), **hundred_steps(each.result or {})}

@@ -19,7 +19,6 @@ COLUMNS = {
     "hundredth_s": "100 steps s",
     "hundredth_warm_s": "warm 100 steps s",
     "loss": "last loss",
-    "planned GiB": "planned GiB",
 }
 
 

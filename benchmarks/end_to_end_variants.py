@@ -139,6 +139,8 @@ def _glue_with(*names: str) -> Variant:
 CUDA_GRAPHS = (("triton.cudagraphs", True),)
 """What ``mode="reduce-overhead"`` stands for."""
 
+DROPPED = (("padding", "drop"),)
+
 VARIANTS = {
     "glue": Variant("glue"),
     "inductor": Variant("inductor"),
@@ -157,7 +159,8 @@ VARIANTS = {
     "glue-unshared": Variant("glue", options=(("passes", {"share_layers": False}),)),
     "glue-packed-weights": Variant("glue", options=(("passes", {"fuse_dequantization": False}),)),
     "glue-offload": Variant("glue", options=(("offload", "checkpoints"),)),
-    "glue-dropped": Variant("glue", options=(("padding", "drop"),)),
+    "glue-dropped": Variant("glue", options=DROPPED),
+    "glue-regions-dropped": Variant("glue", options=(("regions", "auto"), *DROPPED)),
     "glue-layers": Variant("glue", by_layers=True),
     "glue-regions": Variant("glue", options=(("regions", "auto"),)),
     "flex-regions": Variant("inductor", "flex_attention", by_regions=True),
@@ -176,22 +179,17 @@ VARIANTS = {
 }
 
 
-def is_planned(name: str) -> bool:
-    return any(key == "memory_budget" for key, _ in variant_of(name).options)
-
-
 def variant_of(name: str) -> Variant:
-    """One of ``VARIANTS``, or ``plan-B``, ``plan-B-layers`` and ``plan-B-regions``: glue plans what is kept for
-    backward, within ``memory_budget=B``.
+    """One of ``VARIANTS``, or ``plan-B-regions`` and ``plan-B-regions-dropped``: glue within ``memory_budget=B``.
 
     Raises:
         ValueError: there is no such variant; the message names the nearest.
     """
     kind, _, budget = name.partition("-")
-    if kind == "plan" and budget:
-        budget, _, where = budget.partition("-")
-        regions = (("regions", "auto"),) if where == "regions" else ()
-        return Variant("glue", by_layers=where == "layers", options=(("memory_budget", budget), *regions))
+    budget, _, where = budget.partition("-")
+    if kind == "plan" and where in ("regions", "regions-dropped"):
+        dropped = DROPPED if where.endswith("dropped") else ()
+        return Variant("glue", options=(("memory_budget", budget), *dropped))
     if name not in VARIANTS:
         near = difflib.get_close_matches(name, VARIANTS, 1)
         raise ValueError(f"there is no variant '{name}'" + (f"; did you mean '{near[0]}'?" if near else ""))

@@ -2,22 +2,21 @@
 
     python -m benchmarks.memory_frontier                            # Qwen3-8B's width, 16 layers, 2 x 8192 tokens
     python -m benchmarks.memory_frontier --rows keep,plan-24GiB,plan-16GiB,checkpoints --svg docs/memory_frontier.svg
-    python -m benchmarks.memory_frontier --shape tiny --tokens 256 --rows keep,plan-30MiB-whole  # a test, on a CPU
+    python -m benchmarks.memory_frontier --shape tiny --tokens 256 --rows keep,regions      # a test, on a CPU
 
 Rows: ``keep`` (glue, nothing is recomputed but what its compiler fuses), ``inductor`` (the same without glue),
 ``knapsack-S`` (Inductor with ``activation_memory_budget=S``), ``checkpoints`` (each layer is checkpointed), ``policy``
 (the same, attention's results saved by a selective policy), ``offload`` (glue, ``offload="checkpoints"``), ``regions``
-(glue, layers that checkpoint themselves, ``regions="auto"``), ``plan-B`` (the same within ``memory_budget=B``),
-``plan-B-whole`` (no checkpoints, one graph within that budget). All but ``knapsack``, ``inductor``, ``checkpoints``
-and ``policy`` run glue; with ``-unshared`` at its end such a row compiles each of equal layers. With ``-layers`` at its
-end a row compiles layers one by one (``torch.compile`` of each), and what is around them is eager.
+(glue, layers that checkpoint themselves, ``regions="auto"``), ``plan-B`` (the same within ``memory_budget=B``). All but
+``knapsack``, ``inductor``, ``checkpoints`` and ``policy`` run glue; with ``-unshared`` at its end such a row compiles
+each of equal layers. With ``-layers`` at its end a row compiles layers one by one (``torch.compile`` of each), and what
+is around them is eager.
 
 The model has random frozen weights; LoRA adapters of rank 16 on the query and value projections train, without an
 optimiser. All rows compile side by side, each in a process of its own, and take memory at the same time; they are timed
-one after the other when all are ready. Columns: milliseconds of a step, median; GiB at the peak; both as planned; bytes
-moved to the host, kernels that are computed again, seconds of planning and of the first step; glue's warnings, whose
-texts stand below the table, as does why a plan was made again; the largest difference of a gradient of the last step
-from the first row's, relative to that gradient's largest number (what bf16 rounds is some hundredths).
+one after the other when all are ready. Columns: milliseconds of a step, median; GiB at the peak; seconds of the first
+step; glue's warnings, whose texts stand below the table; the largest difference of a gradient of the last step from the
+first row's, relative to that gradient's largest number (what bf16 rounds is some hundredths).
 """
 
 from __future__ import annotations
@@ -50,16 +49,13 @@ from benchmarks.checkpoint_decoder import (
     shape_of,
 )
 from benchmarks.frontier_svg import Dot, draw
-from benchmarks.planned import GIB, planned
 from glue_compiler.errors import GlueWarning
 
 DEFAULT_ROWS = "keep,regions,plan-24GiB,plan-16GiB,plan-11.2GiB,knapsack-0.5,knapsack-0.2,checkpoints,policy,offload"
 WARM_UP = 5
-"""Steps behind the first one that are not timed: plans are made again by then."""
-COLUMNS = (
-    *("step ms", "peak GiB", "planned ms", "planned GiB", "moved GiB", "recomputed", "planning s", "first s"),
-    *("warnings", "gradients"),
-)
+"""Steps behind the first one that are not timed: layers keep what fits by then."""
+COLUMNS = ("step ms", "peak GiB", "first s", "warnings", "gradients")
+GIB = 2**30
 
 
 def without_checkpoint(layer: nn.Module, *given: Tensor) -> Tensor:
@@ -104,18 +100,13 @@ def prepare(row: str) -> tuple[RunLayer, dict[str, Any]]:
     if kind == "offload":
         return checkpointed, {"backend": "glue", "options": {"offload": "checkpoints"}}
     if kind in ("plan", "regions"):
-        size, _, how = size.partition("-")
-        options = {"memory_budget": size or None, "dump": os.environ["FRONTIER_DUMP"]}
-        if how == "whole":
-            return without_checkpoint, {"backend": "glue", "options": options}
-        return without_checkpoint, {"backend": "glue", "options": {**options, "regions": "auto"}}
+        return without_checkpoint, {"backend": "glue", "options": {"memory_budget": size or None, "regions": "auto"}}
     raise ValueError(f"there is no row '{row}'; see --help")
 
 
 def measure(row: str, number: int, shape: Shape, steps: int, everyone: Barrier, turn: Lock, folder: str) -> None:
     """In a process of its own: leaves its numbers as a file in ``folder``. Rows go over all cards in turn."""
     path = os.path.join(folder, row)
-    os.environ["FRONTIER_DUMP"] = f"{path}.dump"
     found: dict[str, Any] = {}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -152,7 +143,6 @@ def _measure_into(
             if device.type == "cuda":
                 found["peak GiB"] = torch.cuda.max_memory_allocated() / GIB
             torch.save(step.gradients, f"{path}.gradients")
-        found |= planned(f"{path}.dump")
 
 
 class Stepper:
@@ -239,7 +229,7 @@ def main(arguments: list[str] | None = None) -> None:
         texts = [cells["error"]] if "error" in cells else [_text(cells.get(column)) for column in COLUMNS]
         print(f"| {row} |", " | ".join(texts), "|")
     for row, cells in found.items():
-        for message in dict.fromkeys((*cells.get("messages", ()), *cells.get("replan", ()))):
+        for message in dict.fromkeys(cells.get("messages", ())):
             print(f"{row}: {message}")
     if given.svg:
         dots = [Dot(row, c["peak GiB"], c["step ms"]) for row, c in found.items() if "peak GiB" in c]

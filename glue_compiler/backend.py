@@ -13,7 +13,7 @@ from weakref import WeakSet
 from torch import fx
 
 from glue_compiler import capture
-from glue_compiler.compat import features, python_checkpoints, recompile, versions
+from glue_compiler.compat import features, python_checkpoints, versions
 from glue_compiler.deferred.outputs import defer_outputs
 from glue_compiler.fx.effects import EffectAnalysis
 from glue_compiler.handoff import watchers
@@ -23,13 +23,12 @@ from glue_compiler.handoff.forward_mode import refuse_tangents
 from glue_compiler.handoff.hand_off import HandOff, hand_off, hand_off_in_parts
 from glue_compiler.handoff.layer_variants import LayerPlans, with_variants
 from glue_compiler.handoff.masks import guard_masks, look_at_masks, remember_masks
-from glue_compiler.memory.budget import in_bytes
+from glue_compiler.handoff.seen_tokens import keep_needed, remember_seen
 from glue_compiler.options import GlueOptions, extra_passes_in, parse_options
 from glue_compiler.pipeline import registry
 from glue_compiler.pipeline.fuel import RewriteCounter
 from glue_compiler.pipeline.results import Numerics, Stage
 from glue_compiler.pipeline.run import Pipeline
-from glue_compiler.replan.replanner import Replanner
 from glue_compiler.report.session import Session
 
 
@@ -51,7 +50,6 @@ class GlueBackend:
         self.known_failures = capture.KnownFailures()
         self.known_layers = capture.KnownLayers()
         self.rewrites = RewriteCounter()
-        self.replanner = Replanner(self.frames)
         self.layer_plans = LayerPlans()
 
     def __call__(
@@ -70,19 +68,11 @@ class GlueBackend:
             reason = "what a checkpoint in Python runs writes memory from outside, and runs operator by operator"
             self.record_capture({"mode": mode, "options": options}, capture.CaptureEvent(reason, retried=False))
             return gm.forward
-        layers, hand, layer_plan = self.known_layers.converting, self._hand_off, None
-        if self.known_layers.are_found and pipeline.options.memory_budget is not None:
-            if layers is not None:
-                layer_plan = self.layer_plans.plan_for(example_inputs, pipeline.options.memory_budget)
-            if layers is not None and layer_plan is not None:
-                hand = with_variants(hand, layer_plan, layers, effects)
-            pipeline = pipeline.with_options(dataclasses.replace(pipeline.options, memory_budget=None))
-        asked = pipeline.options.memory_budget
-        corrected, planned = self.replanner.graph(gm, in_bytes(pipeline.options, example_inputs), asked)
-        pipeline = pipeline.with_options(corrected)
+        asked, layers = pipeline.options, self.known_layers.converting
+        layer_plan = self.layer_plans.plan_for(self.known_layers, gm, example_inputs, asked.memory_budget)
         leaves = capture.leaves_of(gm, effects)
-        groups, masks = results_apart(gm), look_at_masks(gm)
-        observer = watchers.watch(corrected, self._session_for(corrected), planned, layers, layer_plan)
+        groups, masks = results_apart(gm), look_at_masks(gm, tokens=asked.padding == "drop")
+        observer = watchers.watch(asked, self._session_for(asked), layers, layer_plan)
         with self.rewrites.undone_on_error():
             reports = pipeline.run(gm, Stage.CAPTURED, observer, effects)
             # Before anything is compiled: the frame is then converted again without the assumption.
@@ -92,28 +82,33 @@ class GlueBackend:
                 (skip.reason for p in reports for skip in p.skips),
             )
             capture.check_rows(gm)
-        guard_masks(masks, (node for p in reports for node in p.relies_on))
+        relied_on = [node for p in reports for node in p.relies_on]
+        guard_masks(masks, relied_on, [node for p in reports for node in p.under_one_mask])
         prologues = [p.prologue for p in reports if p.prologue is not None]
+        supplied = keep_needed(gm, masks, prologues, len(example_inputs))
+        prologues = [supplied.of(prologue) for prologue in prologues]
         observer.handed_off(gm, prologues)
+        hand = with_variants(self._hand_off, layer_plan, layers, effects)
 
         def compiled(passes: StepPasses) -> Callable[..., Any]:
             return hand_off_in_parts(
                 hand,
                 prologues,
                 gm,
-                example_inputs,
+                [*example_inputs, *supplied.examples],
                 pipeline.options_with(passes),
                 pipeline.uuid(passes),
                 pipeline.step_edit(passes, observer),
             )
 
         step_passes = pipeline.step_passes(gm)
-        if pipeline.options.strict:
+        if asked.strict:
             call = compiled(step_passes)
         else:
             call = compile_step(compiled, step_passes, [gm, *(p.graph for p in prologues)], observer)
         deferred = [each for p in reports for each in p.deferred]
         call = defer_outputs(keep_apart(call, groups, [each.position for each in deferred]), deferred)
+        call = remember_seen(supplied.to(call), {k: v for p in reports for k, v in p.returned_tokens.items()})
         call = remember_masks(call, {at: kind for p in reports for at, kind in p.returned_masks.items()})
         call = capture.asking(call, leaves)
         changed = [p.name for p in reports if p.changed and p.numerics is Numerics.CLOSE]
@@ -134,7 +129,6 @@ class GlueBackend:
         self.rewrites.reset()
         self.known_failures.clear()
         self.known_layers.clear()
-        self.replanner.reset()
         self.layer_plans.clear()
 
     def begin_frame(self, stored: Mapping[str, Any], code: CodeType) -> capture.Asked:
@@ -145,8 +139,6 @@ class GlueBackend:
             loops = functools.reduce(operator.or_, (p.proves_loops for p in pipeline.passes), loops)
             how = capture.Capture.LOOPS if loops else capture.Capture.VALUES
         refusal = None if options.offload is None else "'offload' looks at all layers of a step"
-        if options.memory_budget is not None and recompile.several_ranks():
-            refusal = "on several ranks 'memory_budget' looks at all layers of a step"
         return capture.Asked(how, options.regions == "auto", refusal, loops)
 
     def compiles_regions(self, stored: Mapping[str, Any]) -> bool:

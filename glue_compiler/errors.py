@@ -43,9 +43,10 @@ class GlueDocumentsWarning(GlueWarning):
 
 
 def first_line(error: BaseException) -> str:
-    """``ValueError: what was wrong``, without the lines that follow."""
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"
+    """``ValueError: what was wrong``, without the lines that follow, but for one that a colon announces."""
+    first, *others = str(error).strip().splitlines() or [""]
+    announced = f" {others[0]}" if first.endswith(":") and others else ""
+    return f"{type(error).__name__}: {first}{announced}"
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str], *, list_as: str = "Known") -> str:

@@ -24,26 +24,8 @@ Logits = Literal["deferred", "kept"]
 Regions = Literal["whole", "auto"]
 MixedDocuments = Literal["warn", "ignore"]
 Padding = Literal["keep", "drop"]
+Prefix = Literal["keep", "share"]
 ASSUMPTIONS = ("sorted_document_ids",)
-
-
-@dataclass(frozen=True)
-class Correction:
-    """What a plan is made with.
-
-    Attributes:
-        calls: so many calls of planned graphs wait for their backward at a time, and hold what the plan keeps.
-        taken: bytes that are taken off the budget.
-        told: where that is from, for the report; empty where nothing was measured.
-    """
-
-    calls: int = 1
-    taken: int = 0
-    told: str = ""
-
-    @property
-    def is_measured(self) -> bool:
-        return bool(self.told)
 
 
 @dataclass(frozen=True)
@@ -58,10 +40,13 @@ class GlueOptions:
         logits: of graphs that return the logits of a loss: ``"deferred"``: they are computed when somebody reads them.
             ``"kept"``: such graphs compute loss and logits as they are.
         regions: ``"auto"``: layers that are alike are compiled once for each kind, and Python runs their loop.
-            ``"whole"``: a graph holds all that Dynamo can capture, as always with ``fullgraph=True``.
+            ``"whole"``: a graph holds all that Dynamo can capture, as always with ``fullgraph=True``; the default
+            without a ``memory_budget``.
         mixed_documents: ``"warn"``: once, where layers mix the documents of a packed batch that attention keeps apart.
         padding: ``"drop"``: tokens that a padding mask hides are not computed; results are zeros there, and their
             labels must be ignored. ``"keep"``: they are.
+        prefix: ``"share"``, beside ``padding="drop"``: tokens behind equal beginnings of a batch's rows are computed
+            once. ``"keep"``: in each row.
         capture: let Dynamo capture what it would end a graph at. False: frames are converted as Dynamo does by itself.
         dump: folder for graph dumps and ``summary.json``, or None.
         passes: pass name → on or off; passes not named keep their default.
@@ -76,14 +61,14 @@ class GlueOptions:
             moves.
         pinned_limit: the most bytes of page-locked host memory that this process may hold for copies; None: no limit.
             Beyond it, ordinary memory is used, which is slower. An int, or a string such as ``"8GiB"``.
-        memory_budget: bytes of device memory for a training step: what backward needs is kept, computed again or moved
-            to the host so that the predicted peak is below it. None: ``offload`` decides. An int, ``"24GiB"``, a float
-            as a share of the card, or ``"auto"``: what the card has free when a graph is compiled, less a margin.
+        memory_budget: bytes of device memory for a training step: of layers that are checkpointed, as many keep what
+            backward needs, on the device or on the host, as fit; the others compute it again. An int, ``"24GiB"``, a
+            float as a share of the card, or ``"auto"``: what the card has free behind the first step, less a margin.
+            Layers are regions then. None: all compute again.
         fuel: the number of the last single rewrite that is made, over all passes and graphs in order; None: all are.
         verify: check every call of a compiled graph, forward and backward, against its graph from before glue.
         extra_passes: passes of the user's own: objects, classes, or names as ``"module:Class"``.
         inductor: Inductor's own options (from ``mode=`` and from the keys of ``options=`` that Inductor knows).
-        correction: what first steps have shown about the budget; no user sets it.
     """
 
     compiler: Compiler = "inductor"
@@ -92,6 +77,7 @@ class GlueOptions:
     regions: Regions = "whole"
     mixed_documents: MixedDocuments = "warn"
     padding: Padding = "keep"
+    prefix: Prefix = "keep"
     capture: bool = True
     dump: str | None = None
     passes: Mapping[str, bool] = field(default_factory=dict)
@@ -106,20 +92,12 @@ class GlueOptions:
     verify: bool = False
     extra_passes: tuple[Any, ...] = ()
     inductor: Mapping[str, Any] = field(default_factory=dict)
-    correction: Correction = Correction()
-
-    @property
-    def budget(self) -> int | None:
-        """``memory_budget`` as passes read it: in bytes, as ``memory_budget.in_bytes`` has made it, less what a
-        :class:`Correction` takes off."""
-        assert self.memory_budget is None or isinstance(self.memory_budget, int)
-        return None if self.memory_budget is None else max(0, self.memory_budget - self.correction.taken)
 
     def is_enabled(self, name: str, default: bool) -> bool:
         return self.passes.get(name, default)
 
 
-OWN_KEYS = tuple(f.name for f in fields(GlueOptions) if f.name not in ("inductor", "correction"))
+OWN_KEYS = tuple(f.name for f in fields(GlueOptions) if f.name != "inductor")
 _ENVIRONMENT = {f"GLUE_{key.upper()}": key for key in OWN_KEYS if key not in ("passes", "assume")}
 _ENVIRONMENT["GLUE_DISABLE"] = "passes"
 
@@ -151,7 +129,25 @@ def parse_options(
     if disabled:
         # GLUE_DISABLE is for a run that one does not want to edit, so it wins over options={"passes": ...}.
         values["passes"] = {**values["passes"], **disabled}
+    if values.get("memory_budget") is not None:
+        _plan_regions(values)
+    if values.get("prefix") == "share":
+        _require_whole_rows(values)
     return GlueOptions(**values, inductor=inductor)
+
+
+def _plan_regions(values: dict[str, Any]) -> None:
+    if values.setdefault("regions", "auto") != "auto":
+        raise GlueOptionError("'memory_budget' is kept by layers that are regions; leave out regions='whole'")
+    if values.get("offload") is not None:
+        raise GlueOptionError("with a 'memory_budget' glue decides what waits on the host; leave out 'offload'")
+
+
+def _require_whole_rows(values: Mapping[str, Any]) -> None:
+    if values.get("padding") != "drop":
+        raise GlueOptionError("prefix='share' is a part of padding='drop'; set that, too")
+    if values.get("regions") == "auto":
+        raise GlueOptionError("prefix='share' looks at whole graphs; leave out regions='auto' and 'memory_budget'")
 
 
 def extra_passes_in(options: Mapping[str, Any] | None, environment: Mapping[str, str] | None = None) -> tuple[Any, ...]:
@@ -204,6 +200,8 @@ def _memory_budget(value: Any) -> int | float | str | None:
     text = value.strip().lower() if isinstance(value, str) else ""
     if text == "auto":
         return "auto"
+    if type(value) is int and value == 1:
+        raise GlueOptionError("option 'memory_budget': 1 is one byte; write 1.0 for all of the card")
     share = value if isinstance(value, float) else float(text) if re.fullmatch(r"\d*\.\d+", text) else None
     if share is None:
         try:
@@ -291,6 +289,7 @@ _CONVERT: dict[str, Callable[[Any], Any]] = {
     "regions": _choice("regions", get_args(Regions)),
     "mixed_documents": _choice("mixed_documents", get_args(MixedDocuments)),
     "padding": _choice("padding", get_args(Padding)),
+    "prefix": _choice("prefix", get_args(Prefix)),
     "capture": _flag("capture"),
     "dump": _dump,
     "strict": _flag("strict"),

@@ -20,7 +20,6 @@ FLOORS = (
     {"passes"},
     {"memory"},
     {"report"},
-    {"replan"},
     {"verify"},
     {"handoff"},
     {"backend"},

@@ -143,6 +143,11 @@ def test_a_budget_may_be_what_is_free_or_a_share_of_the_card(budget, meant):
     assert parse({"memory_budget": budget}).memory_budget == meant
 
 
+def test_one_byte_is_no_share_of_the_card():
+    with pytest.raises(GlueOptionError, match=r"1 is one byte; write 1\.0 for all of the card"):
+        parse({"memory_budget": 1})
+
+
 @pytest.mark.parametrize("budget", [0.0, -0.5, 1.5, 24.0, float("nan"), float("inf"), "1.5", "0.0"])
 def test_what_is_no_share_of_the_card_is_an_error(budget):
     with pytest.raises(GlueOptionError, match="'memory_budget': .* is no share of the card; write a float above 0"):
@@ -155,6 +160,16 @@ def test_any_other_budget_is_an_error_that_says_what_there_is(budget):
         GlueOptionError, match=r"'memory_budget': .*'64MiB', 'auto', or a share of the card such as 0\.8"
     ):
         parse({"memory_budget": budget})
+
+
+def test_a_budget_is_kept_by_regions():
+    assert parse().regions == parse({"memory_budget": None}).regions == "whole"
+    assert parse({"memory_budget": "auto"}).regions == parse(GLUE_MEMORY_BUDGET="24GiB").regions == "auto"
+    assert parse({"memory_budget": "auto", "regions": "auto"}).regions == "auto"
+    for given in ({"regions": "whole"}, {"offload": "checkpoints"}):
+        (name,) = given
+        with pytest.raises(GlueOptionError, match=f"'memory_budget'.* leave out '?{name}"):
+            parse({"memory_budget": 0.5, **given})
 
 
 @pytest.mark.parametrize("value", ["9" * 400, "9" * 400 + "GiB", 10**400, "1e400"])

@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 
 from glue_compiler.errors import GlueContractError, GlueOptionError, GlueWarning
 from glue_compiler.options import GlueOptions
-from glue_compiler.passes.plan_memory import PlanMemory
 from glue_compiler.pipeline import registry
 from glue_compiler.pipeline.graph_pass import GraphPass, PassResult
 from glue_compiler.pipeline.results import Numerics
@@ -231,17 +230,6 @@ def test_objects_classes_and_names_are_passes():
         assert names(extra)[-1] == "own"
     with pytest.raises(GlueContractError, match="two passes named 'own'"):
         names(Own, Own)
-
-
-def test_only_one_pass_decides_what_is_saved():
-    class Keep(PlanMemory):
-        name = "keep"
-
-    options = {"extra_passes": [Keep]}
-    with pytest.raises(GlueContractError, match="'plan_memory' and 'keep' both decide"):
-        torch.compile(fn, backend="glue", options=options)(torch.ones(2, 2))
-    torch._dynamo.reset()
-    torch.compile(fn, backend="glue", options={**options, "passes": {"plan_memory": False}})(torch.ones(2, 2))
 
 
 def test_a_wrong_pass_is_an_error_before_anything_is_traced():

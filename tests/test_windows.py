@@ -1,4 +1,4 @@
-"""What Windows lacks is not needed to import glue, to set its options, or to keep what was measured.
+"""What Windows lacks is not needed to import glue, to set its options, or to reserve memory for the host.
 
 A stand-in for a Windows that no test runs on: the modules and functions of POSIX alone are taken away after torch and
 typer, which have ways of their own, were imported.
@@ -10,8 +10,7 @@ import sys
 import pytest
 
 SCRIPT = """
-import importlib, mmap, os, pkgutil, sys, tempfile
-from pathlib import Path
+import importlib, mmap, os, pkgutil, sys
 
 import rich.live
 import torch
@@ -32,16 +31,12 @@ for module in pkgutil.walk_packages(glue_compiler.__path__, "glue_compiler."):
     if not module.name.endswith(("_triton", "_tile_walk", "pytest_plugin")):
         importlib.import_module(module.name)
 
-from glue_compiler.ops.measured_book import MeasuredBook
 from glue_compiler.ops.page_locked import _Mapping
 from glue_compiler.options import parse_options
 from glue_compiler.pipeline import registry
 
 options = parse_options({"offload": "checkpoints"}, None, registry.pass_names(), {})
 assert options.offload == "checkpoints"
-with tempfile.TemporaryDirectory() as folder:
-    assert MeasuredBook(Path(folder, "rates.json")).remembered("rate", lambda: 2.0) == 2.0
-    assert MeasuredBook(Path(folder, "rates.json")).remembered("rate", lambda: 3.0) == 2.0
 assert len(_Mapping.of(4096)) == 4096
 """
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,12 @@ BRANCHES = Feature(
     "tracing of branches on integer inputs",
     {
         "torch._C._dynamo.guards:GuardManager.add_lambda_guard": ANY,
+        "torch._dynamo.guards:GuardBuilder.add_python_lambda_leaf_guard_to_root": Uses(
+            ("self", "code_parts", "verbose_code_parts", "closure_vars")
+        ),
+        "torch._dynamo.guards:GuardBuilder.arg_ref": Uses(("self", "guard")),
         "torch._dynamo.guards:GuardBuilder.get_guard_manager": Uses(("self", "guard")),
+        "torch._dynamo.guards:_get_closure_vars": ANY,
         "torch._dynamo.guards:get_verbose_code_parts": Uses(("code_parts", "guard")),
         "torch._dynamo.guards:install_guard": ANY,
         "torch._dynamo.guards:is_from_skip_guard_source": Uses(("source",)),
@@ -68,6 +73,21 @@ def install_guard(source: Any, check: Callable[[Any], bool], text: str) -> None:
         manager.add_lambda_guard(check, get_verbose_code_parts(text, guard), guard.user_stack)
 
     install(source.make_guard(create))
+
+
+def install_guard_of_several(sources: Sequence[Any], check: Callable[..., bool], text: str) -> None:
+    """The same of what comes from several sources, of which each has guards of its own."""
+    from torch._dynamo.guards import _get_closure_vars, get_verbose_code_parts
+    from torch._dynamo.guards import install_guard as install
+
+    def create(builder: Any, guard: Any) -> None:
+        for each in sources:
+            builder.arg_ref(each.name)
+        code = [f"___glue_check({', '.join(each.name for each in sources)})"]
+        known = {**_get_closure_vars(), "___glue_check": check}
+        builder.add_python_lambda_leaf_guard_to_root(code, get_verbose_code_parts(text, guard), known)
+
+    install(sources[0].make_guard(create))
 
 
 @contextlib.contextmanager

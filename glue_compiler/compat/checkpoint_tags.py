@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal
+from typing import Any
 
 from torch import fx
 from torch._higher_order_ops import wrap
@@ -14,11 +14,6 @@ from torch.utils.checkpoint import CheckpointPolicy
 from glue_compiler.compat.operators import AUTOGRAD_FUNCTION, is_of_others
 from glue_compiler.compat.thread_flag import ThreadFlag
 
-_EXPLICIT: dict[object, Literal["save", "recompute"]] = {
-    CheckpointPolicy.MUST_SAVE: "save",
-    CheckpointPolicy.MUST_CPU_OFFLOAD: "save",
-    CheckpointPolicy.MUST_RECOMPUTE: "recompute",
-}
 _TAGGING: Any = getattr(wrap, "TagActivationCheckpoint", None)
 LEAVES_FUNCTIONS_OUT = hasattr(_TAGGING, "tag_nodes")
 """Does torch tag no more than a checkpoint's own operators?"""
@@ -86,26 +81,11 @@ def _tag_functions(tagged: fx.GraphModule) -> None:
                         inner.meta.update(tags)
 
 
-def explicit_policy(node: fx.Node) -> Literal["save", "recompute"] | None:
-    """What a selective checkpoint insists on for this node of a joint graph; plain checkpoints only prefer."""
-    return _EXPLICIT.get(node.meta.get("recompute"))
-
-
-def is_marked_to_recompute(node: fx.Node) -> bool:
-    """Is this node of a joint graph one that a checkpoint computes again?"""
-    return node.meta.get("recompute") in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
-
-
 def forget_preferences(joint: fx.Graph) -> None:
     """What plain checkpoints, and policies that only prefer, would compute again, a partitioner decides as outside."""
     for node in joint.nodes:
         if node.meta.get("recompute") is CheckpointPolicy.PREFER_RECOMPUTE:
             del node.meta["recompute"]
-
-
-def is_backward(node: fx.Node) -> bool:
-    """Has the program said that this node of a joint graph belongs to backward?"""
-    return node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
 
 
 def region_of(node: fx.Node) -> int | None:

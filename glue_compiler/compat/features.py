@@ -62,15 +62,6 @@ PASSES = {
             "torch.utils.checkpoint:CheckpointPolicy.MUST_CPU_OFFLOAD": ANY,
         },
     ),
-    "plan_memory": Feature(
-        "pass plan_memory",
-        {
-            "torch._functorch.compile_utils:fx_graph_cse": Uses(("fx_g",)),
-            "torch._functorch.config:cse": ANY,
-            "torch._functorch.partitioners:min_cut_rematerialization_partition": Uses(("joint_module",)),
-            "torch._inductor.config:custom_partitioner_fn": ANY,
-        },
-    ),
     "fuse_dequantization": Feature(
         "pass fuse_dequantization",
         {

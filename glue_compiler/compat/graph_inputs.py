@@ -45,20 +45,3 @@ def subclass_of(placeholder: fx.Node) -> str | None:
     kind: Any = type(example)
     is_passive = kind.__torch_function__ is torch._C._disabled_torch_function_impl
     return None if is_passive and not hasattr(kind, "__tensor_flatten__") else kind.__name__
-
-
-def written_inputs(joint: fx.GraphModule) -> set[fx.Node]:
-    """The inputs of a joint graph whose memory is another's value when its backward runs.
-
-    The graph itself writes some, and AOTAutograd writes the others when the forward has returned: what results stand
-    for is on record (2.11 to 2.15). All inputs, where it is not.
-    """
-    placeholders = joint.graph.find_nodes(op="placeholder")
-    kinds = joint.graph.output_node().meta.get("desc")
-    if not isinstance(kinds, list | tuple):
-        return set(placeholders)
-    afterwards = [kind.mutated_input for kind in kinds if hasattr(kind, "mutated_input")]
-    written = {node for node in placeholders if node.meta.get("desc") in afterwards}
-    for node in joint.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
-        written.update(operand for operand in node.all_input_nodes[:1] if operand.op == "placeholder")
-    return written

@@ -106,16 +106,15 @@ def uses_cuda_graphs(options: Mapping[str, Any]) -> bool:
 
 
 def compile_with_inductor(
-    gm: fx.GraphModule, inputs: Sequence[Any], config_patches: Mapping[str, Any], *, reuses_inputs: bool
+    gm: fx.GraphModule, inputs: Sequence[Any], config_patches: Mapping[str, Any]
 ) -> Callable[..., Any]:
-    """``reuses_inputs``: do kernels write over more of their inputs than torch has them do?"""
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     is_captured = is_at_work = _raises_failures.is_on
 
     def compile_one(graph: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         try:
-            with _sizes_of_reductions(graph), inplace_buffers.reused() if reuses_inputs else contextlib.nullcontext():
+            with _sizes_of_reductions(graph), inplace_buffers.reused():
                 return compile_fx_inner(graph, inputs, **kwargs)
         except Exception as error:
             if not is_captured or not kwargs.get("is_backward", False) or not _depends_on_data(graph):

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 Wish = Literal["must", "prefer"]
 
-_KEY, _PLAN = "glue_offload", "glue_plan"
+_KEY = "glue_offload"
 _WISHES: dict[object, Wish] = {
     CheckpointPolicy.MUST_CPU_OFFLOAD: "must",
     CheckpointPolicy.PREFER_CPU_OFFLOAD: "prefer",
@@ -23,37 +23,15 @@ _WISHES: dict[object, Wish] = {
 def save_what_is_to_be_offloaded(joint: fx.GraphModule) -> None:
     """Before partitioning: a value to be offloaded is one to be saved, and remembers the wish (:func:`wish_of`)."""
     for node in joint.graph.nodes:
-        if remember_wish(node):
-            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-
-
-def remember_wish(node: fx.Node) -> bool:
-    """Was this node of a joint graph marked to be offloaded? Then :func:`wish_of` knows it, whatever becomes of it."""
-    wish = _WISHES.get(node.meta.get("recompute"))
-    if wish is not None:
-        node.meta[_KEY] = wish
-    return wish is not None
+        wish = _WISHES.get(node.meta.get("recompute"))
+        if wish is not None:
+            node.meta |= {_KEY: wish, "recompute": CheckpointPolicy.MUST_SAVE}
 
 
 def wish_of(node: fx.Node) -> Wish | None:
     """What a selective policy said of this node of a forward graph."""
     wish: Wish | None = node.meta.get(_KEY)
     return wish
-
-
-def mark_planned(node: fx.Node, *, moves: bool) -> None:
-    """This node of a joint graph is saved, and ``moves`` to the host until backward where that can be."""
-    node.meta[_PLAN] = "move" if moves else "keep"
-
-
-def is_planned(node: fx.Node) -> bool:
-    """Is this node of a forward graph one that a plan moves?"""
-    return node.meta.get(_PLAN) == "move"
-
-
-def has_plan(forward: fx.GraphModule) -> bool:
-    """Did a plan choose what this forward saves?"""
-    return any(_PLAN in node.meta for node in forward.graph.nodes)
 
 
 def has_selective_policy(module: fx.GraphModule) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from glue_compiler.compat import checkpoint_tags
 from glue_compiler.compat.inductor import uuid_beside
 from glue_compiler.compat.nested_graphs import inline_bodies
 from glue_compiler.compat.offload_policies import save_what_is_to_be_offloaded
@@ -20,16 +21,17 @@ Graphs = tuple[fx.GraphModule, fx.GraphModule]
 
 @dataclass(frozen=True)
 class Edit:
-    """What happens around the partitioner; the ints are the number of the forward's outputs that are not saved.
+    """What happens around the partitioner.
 
     Attributes:
-        pair: changes a forward and a backward graph in place.
-        joint: marks nodes of the joint graph that they will be made of, and has it partitioned by its last argument,
-            which may be called again after a mark was changed; None if nothing is to be marked.
+        pair: changes a forward and a backward graph in place; the int is the number of the forward's outputs that are
+            not saved.
+        keeps_all: products, attention and operators that the partitioner does not know are kept for backward, also
+            inside checkpoints, and all else is computed again: what is fused with them costs memory, and little time.
     """
 
     pair: Callable[[fx.GraphModule, fx.GraphModule, int], None]
-    joint: Callable[[fx.GraphModule, int, Callable[[], Graphs]], Graphs] | None = None
+    keeps_all: bool = False
 
 
 _custom_passes = getattr(torch._inductor, "custom_graph_pass", None)
@@ -54,18 +56,13 @@ class EditedPartition(_CustomPartitionerFn):
         if self.edit is None:
             raise RuntimeError("a partitioner that came out of a cache key partitions nothing")
         partition: Callable[..., Graphs] = self.inner or min_cut_rematerialization_partition
-
-        def partitioned() -> Graphs:
+        with contextlib.ExitStack() as settings:
+            if self.edit.keeps_all:
+                checkpoint_tags.forget_preferences(gm.graph)
+                settings.enter_context(_recomputing_what_is_fused())
             save_what_is_to_be_offloaded(gm)
-            return partition(gm, joint_inputs, **kwargs)
-
-        num_outputs = kwargs["num_fwd_outputs"]
-        if self.edit.joint is None:
-            forward, backward = partitioned()
-        else:
-            _merge_equal(gm)
-            forward, backward = self.edit.joint(gm, num_outputs, partitioned)
-        self.edit.pair(forward, backward, num_outputs)
+            forward, backward = partition(gm, joint_inputs, **kwargs)
+        self.edit.pair(forward, backward, kwargs["num_fwd_outputs"])
         return forward, backward
 
     def uuid(self) -> Any | None:
@@ -75,18 +72,7 @@ class EditedPartition(_CustomPartitionerFn):
         return {"key": self.key, "edit": None, "inner": None}
 
 
-def _merge_equal(joint: fx.GraphModule) -> None:
-    """What the partitioner would do first, so that marks are made on what it then works with."""
-    from torch._functorch import config
-    from torch._functorch.compile_utils import fx_graph_cse
-
-    joint.graph.eliminate_dead_code()
-    if config.cse:
-        joint.graph = fx_graph_cse(joint.graph)
-    joint.recompile()
-
-
-def recomputing_what_is_fused() -> contextlib.AbstractContextManager[Any]:
+def _recomputing_what_is_fused() -> contextlib.AbstractContextManager[Any]:
     """The min-cut partitioner recomputes all that its allow list has and that is no reduction, whatever that costs;
     products, attention and operators that it does not know are kept."""
     from torch._functorch import config

@@ -1,4 +1,4 @@
-"""Hooks on saved tensors: are some at work, and what they do not see. The first is private in torch 2.11 to 2.15."""
+"""Hooks on saved tensors: are some at work, or may none be, and what they do not see. Private in torch 2.11 to 2.15."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ def are_active() -> bool:
     """Does this thread have a pair of ``torch.autograd.graph.saved_tensors_hooks``?"""
     # The argument: those that are set while Dynamo traces count too.
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def are_forbidden() -> bool:
+    """Is this thread in ``torch.autograd.graph.disable_saved_tensors_hooks``?"""
+    return not torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager

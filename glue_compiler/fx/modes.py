@@ -40,6 +40,11 @@ class Mode:
     def _key(self) -> tuple[Any, ...]:
         return (self.grad, self.autocast, self.is_known)
 
+    @property
+    def is_grad_on(self) -> bool:
+        """Are gradients recorded? Passes run in the mode around the graph."""
+        return torch.is_grad_enabled() if self.grad is None else self.grad
+
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
         """Run operators as they are run in this mode."""

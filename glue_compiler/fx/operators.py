@@ -186,9 +186,8 @@ class Operators:
         return self.analysis.mode_of(self._modules[node.graph], node)
 
     def is_grad_on(self, node: fx.Node) -> bool:
-        """Are gradients recorded where ``node`` stands? Passes run in the mode around the graph."""
-        grad = self.mode(node).grad
-        return torch.is_grad_enabled() if grad is None else grad
+        """Are gradients recorded where ``node`` stands?"""
+        return self.mode(node).is_grad_on
 
     def passes_gradients(self, node: fx.Node) -> bool:
         """Does ``node`` pass gradients on to its operands, where they need any? By its mode, not by what it does."""

@@ -87,7 +87,8 @@ class Occurrence:
 
 @dataclass(frozen=True)
 class Write:
-    """Memory that may change at ``time``; ``writer`` is None if it is not known what is written there."""
+    """Memory that may change at ``time``; ``writer`` is None if it is not known what is written there, or which
+    gradients that has."""
 
     time: int
     storages: frozenset[StorageKey]
@@ -313,9 +314,14 @@ class _Numberer:
         if effects.writes:
             now = next(self.clock)
             self.last_write.update(dict.fromkeys(effects.writes, now))
-            self.out.writes.append(Write(now, effects.writes, node))
+            self.out.writes.append(Write(now, effects.writes, node if self._is_followed(scope, node) else None))
             self.out.written |= effects.writes
             self.out.ends[node] = next(self.clock)  # its result is what it leaves behind
+
+    def _is_followed(self, scope: Scope, node: fx.Node) -> bool:
+        """Do gradients of what is written go through ``node``? Under ``no_grad`` they pass it by."""
+        is_on = self.analysis.mode_of(scope.module, node).is_grad_on
+        return is_on or not requires_grad([value_of(node), *values_of(node.all_input_nodes)])
 
     def _barrier(self, node: fx.Node) -> None:
         """Memory that others than this graph's operators may know of may have been written."""

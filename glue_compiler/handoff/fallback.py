@@ -12,13 +12,13 @@ from torch import fx
 from glue_compiler.compat import dynamo
 from glue_compiler.errors import GlueError, GlueWarning, first_line
 from glue_compiler.fx.snapshots import Snapshot
-from glue_compiler.pipeline.graph_pass import JointPass, PairPass
+from glue_compiler.pipeline.graph_pass import PairPass
 from glue_compiler.pipeline.observer import Observer
 
 log = logging.getLogger(__name__)
 
 Call = Callable[..., Any]
-StepPasses = Sequence[JointPass | PairPass]
+StepPasses = Sequence[PairPass]
 
 
 def compile_step(

@@ -59,8 +59,7 @@ def _compiled(
     }
     if edit_pair is not None:
         patches |= partition.partition_patch(passes_uuid, edit_pair, options.inductor)
-    # A plan of a whole graph predicts the peak of what torch itself would generate.
-    return inductor.compile_with_inductor(gm, inputs, patches, reuses_inputs=options.memory_budget is None)
+    return inductor.compile_with_inductor(gm, inputs, patches)
 
 
 def _call_kernels(graph: fx.Graph) -> None:

@@ -6,6 +6,7 @@ What a call keeps stays on the device, or is moved to the host until backward co
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,12 +14,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from glue_compiler.compat import checkpoint_tags, partition, runtime, saved_tensor_hooks
-from glue_compiler.fx.bodies import CHECKPOINT
+from glue_compiler.capture import KnownLayers
+from glue_compiler.compat import partition, python_checkpoints, runtime, saved_tensor_hooks
+from glue_compiler.compat.operators import is_of_others
+from glue_compiler.compat.wrapper_tensors import is_wrapper
+from glue_compiler.errors import GlueWarning
+from glue_compiler.fx.bodies import CHECKPOINT, graph_modules
 from glue_compiler.fx.copying import copy_graph_module
 from glue_compiler.fx.effects import EffectAnalysis, Kind
 from glue_compiler.handoff.hand_off import HandOff
-from glue_compiler.memory.layer_plan import Budget, LayerPlan, memory_on
+from glue_compiler.memory.layer_plan import Budget, Call, LayerPlan, memory_on
 from glue_compiler.memory.layer_roles import Choice
 from glue_compiler.options import GlueOptions
 
@@ -27,7 +32,8 @@ from glue_compiler.options import GlueOptions
 class LayerVariants:
     """The compiled code of layers of one kind: each call is one of two, as ``plan`` decides.
 
-    ``weight``: the input that tells layers apart. ``states``: the one whose size tells how much a call takes.
+    ``weight``: the input that tells layers apart. ``states``: the one whose size tells how much a call takes, and which
+    may lie on the host. ``gradients``: bytes, of its parameters.
     """
 
     plan: LayerPlan
@@ -36,22 +42,27 @@ class LayerVariants:
     states: int
     computes_again: Callable[..., Any]
     keeps: Callable[..., Any]
+    gradients: int
 
     def __call__(self, *inputs: Any) -> Any:
         # A checkpoint around the call calls it again in backward, and has to meet what it met before.
-        if not torch.is_grad_enabled() or saved_tensor_hooks.are_active() or runtime.backward_id() is not None:
+        hooks = saved_tensor_hooks.are_active() or saved_tensor_hooks.are_forbidden()
+        if hooks or not torch.is_grad_enabled() or runtime.backward_id() is not None:
             return self.computes_again(*inputs)
-        plan, layer, units = self.plan, id(inputs[self.weight]), inputs[self.states].numel()
-        role, before = plan.role(layer, self.kind, units), plan.before_call()
+        plan, layer, states = self.plan, id(inputs[self.weight]), inputs[self.states]
+        asked = Call(layer, self.kind, states.numel(), plan.mover.bytes_of(states), self.gradients)
+        role = plan.role(asked)
+        before = plan.before_call(asked, role)
         again = role.choice is Choice.AGAIN
         try:
-            results = plan.mover.run(self.computes_again if again else self.keeps, inputs, layer, role)
+            call, own = self.computes_again if again else self.keeps, states if asked.input_bytes else None
+            results = plan.mover.run(call, inputs, layer, role, own)
         except torch.OutOfMemoryError as error:
             if not again and hasattr(error, "add_note"):
                 error.add_note("glue: fewer layers will keep what backward needs. Run this step again.")
             plan.ran_out()
             raise
-        plan.called(layer, units, role.choice, before, results)
+        plan.called(asked, role, before, results)
         return results
 
 
@@ -61,53 +72,100 @@ class LayerPlans:
     def __init__(self) -> None:
         self._plans: dict[tuple[torch.device, Budget], LayerPlan] = {}
 
-    def plan_for(self, inputs: Sequence[Any], budget: Budget) -> LayerPlan | None:
-        """Of the layers that are compiled for ``inputs``; None where they have no choice."""
-        device = next((value.device for value in inputs if isinstance(value, torch.nn.Parameter)), None)
-        if device is None or not torch.is_grad_enabled() or runtime.backward_is_compiled():
+    def plan_for(
+        self, known: KnownLayers, gm: fx.GraphModule, inputs: Sequence[Any], budget: Budget | None
+    ) -> LayerPlan | None:
+        """Of the layers that are compiled as ``gm``; None where nothing is to be chosen, or can be."""
+        if budget is None or not torch.is_grad_enabled() or runtime.backward_is_compiled():
             return None
-        memory = memory_on(device)
-        return None if memory is None else self._plans.setdefault((device, budget), LayerPlan(budget, memory))
+        if known.converting is None:
+            if not known.are_found and any(isinstance(each, torch.Tensor) and each.requires_grad for each in inputs):
+                _tell("no layers are found that are called one after another, as always with fullgraph=True")
+            return None
+        device = next((value.device for value in inputs if isinstance(value, torch.nn.Parameter)), None)
+        if device is None:
+            if _checkpoints_in(gm):  # else it is a part of a layer, as a hook behind it is
+                _tell(f"{known.converting} has no parameters, which tell layers apart")
+            return None
+        if (memory := memory_on(device)) is None:
+            _tell(f"it is about the memory of a CUDA device, and {known.converting} computes on '{device}'")
+            return None
+        return self._plans.setdefault((device, budget), LayerPlan(budget, memory))
 
     def clear(self) -> None:
         self._plans.clear()
 
 
-def with_variants(hand_off: HandOff, plan: LayerPlan, kind: Hashable, effects: EffectAnalysis) -> HandOff:
-    """``hand_off``, which compiles a layer of this kind twice, if it has a checkpoint. ``effects``: of its graph."""
+def _tell(reason: str) -> None:
+    warnings.warn(f"glue: memory_budget chooses nothing: {reason}", GlueWarning, stacklevel=2)
+
+
+def with_variants(hand_off: HandOff, plan: LayerPlan | None, kind: Hashable, effects: EffectAnalysis) -> HandOff:
+    """``hand_off``, which with a plan compiles a layer of this kind twice, if it has a choice.
+
+    Args:
+        effects: of the layer's graph.
+    """
+    if plan is None:
+        return hand_off
 
     def compile_both(
         gm: fx.GraphModule, inputs: Sequence[Any], options: GlueOptions, uuid: bytes | None, *edit: partition.Edit
     ) -> Callable[..., Any]:
         weight, states = _weight_in(inputs), _states_in(inputs)
-        if weight is None or states is None or not _has_a_choice(gm, effects):
+        if weight is None or states is None:
+            return hand_off(gm, inputs, options, uuid, *edit)
+        if (reason := _why_no_choice(gm, inputs, effects)) is not None:
+            _tell(f"{kind} {reason}")
             return hand_off(gm, inputs, options, uuid, *edit)
         plan.compiles()
         other = copy_graph_module(gm)
         computes_again = hand_off(gm, inputs, options, uuid, *edit)
-        keep = replace(edit[0] if edit else partition.Edit(lambda *_: None), joint=_keep_all)
+        keep = replace(edit[0] if edit else partition.Edit(lambda *_: None), keeps_all=True)
         key = None if uuid is None else hashlib.sha256(uuid + b"keeps").digest()
-        return LayerVariants(plan, kind, weight, states, computes_again, hand_off(other, inputs, options, key, keep))
+        keeps = hand_off(other, inputs, options, key, keep)
+        gradients = _gradients_of(inputs)
+        # Layers of one shape of which other weights train keep and leave something else.
+        return LayerVariants(plan, (kind, gradients), weight, states, computes_again, keeps, gradients)
 
     return compile_both
 
 
-def _has_a_choice(gm: fx.GraphModule, effects: EffectAnalysis) -> bool:
+def _why_no_choice(gm: fx.GraphModule, inputs: Sequence[Any], effects: EffectAnalysis) -> str | None:
     """Are there checkpoints, and would all that they hold be the same again? What they write to may not be."""
-    checkpoints = gm.graph.find_nodes(op="call_function", target=CHECKPOINT)
+    checkpoints = _checkpoints_in(gm)
+    if not checkpoints:
+        in_python = python_checkpoints.in_body()
+        return "is checkpointed by Python, as where a hook is" if in_python else "has no checkpoint to choose in"
     done = [effects.of(gm, node) for node in checkpoints]
-    return bool(done) and not any(each.writes or each.kind is Kind.BARRIER for each in done)
+    if any(each.writes or each.kind is Kind.BARRIER for each in done):
+        return "has a checkpoint that writes memory from outside"
+    if _is_one_of_several_ranks() and _may_communicate(gm, inputs):
+        return "may communicate in a checkpoint, and each rank decides for itself what it computes again"
+    return None
 
 
-def _keep_all(joint: fx.GraphModule, num_outputs: int, partitioned: Callable[[], partition.Graphs]) -> partition.Graphs:
-    """Keep products and attention; to keep what is fused with them costs memory, and to compute it little."""
-    checkpoint_tags.forget_preferences(joint.graph)
-    with partition.recomputing_what_is_fused():
-        return partitioned()
+def _checkpoints_in(gm: fx.GraphModule) -> list[fx.Node]:
+    return list(gm.graph.find_nodes(op="call_function", target=CHECKPOINT))
+
+
+def _is_one_of_several_ranks() -> bool:
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+def _may_communicate(gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
+    """Operators that are not torch's may; tensors in parts on several ranks do where they meet others."""
+    called = (node.target for module in graph_modules(gm) for node in module.graph.nodes)
+    return any(map(is_of_others, called)) or any(isinstance(x, torch.Tensor) and is_wrapper(x) for x in inputs)
 
 
 def _weight_in(inputs: Sequence[Any]) -> int | None:
     return next((i for i, value in enumerate(inputs) if isinstance(value, torch.nn.Parameter)), None)
+
+
+def _gradients_of(inputs: Sequence[Any]) -> int:
+    return sum(each.nbytes for each in inputs if isinstance(each, torch.nn.Parameter) and each.requires_grad)
 
 
 def _states_in(inputs: Sequence[Any]) -> int | None:

@@ -9,7 +9,6 @@ from glue_compiler.compat import tracing
 from glue_compiler.memory.layer_plan import LayerPlan
 from glue_compiler.options import GlueOptions
 from glue_compiler.pipeline.observer import Observer, Observers
-from glue_compiler.replan.replanner import PlannedGraph
 from glue_compiler.report.observers import GraphObserver, ReportObserver
 from glue_compiler.report.progress import ProgressLine, terminal
 from glue_compiler.report.session import Session, session_for
@@ -24,14 +23,12 @@ def session_of(options: GlueOptions, default: Session) -> Session:
 def watch(
     options: GlueOptions,
     session: Session,
-    planned: PlannedGraph | None = None,
     layers: LayerKind | None = None,
     layer_plan: LayerPlan | None = None,
 ) -> Observer:
     """The observers of one graph.
 
     Args:
-        planned: one more, that tells the others' report what it finds.
         layers: which the graph is compiled for. layer_plan: tells the report how many of them keep.
     """
     reporting = ReportObserver(session, None if layers is None else str(layers))
@@ -40,9 +37,6 @@ def watch(
         found.append(GraphObserver(reporting.report, session))
     if (stream := terminal()) is not None:
         found.append(ProgressLine(stream))
-    if planned is not None:
-        planned.report_to(reporting.report, session)
-        found.append(planned)
     if layer_plan is not None:
         layer_plan.told.append(functools.partial(session.show_plan, reporting.report))
     if options.verify:

@@ -12,23 +12,26 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 
 from glue_compiler.byte_sizes import with_unit
-from glue_compiler.memory.budget import limit_of
-from glue_compiler.memory.layer_roles import Choice, Role, roles_of
+from glue_compiler.memory.layer_roles import Choice, LayerInput, Role, roles_of
 from glue_compiler.memory.moved_calls import Mover
 from glue_compiler.ops.device_memory import memory_of
-from glue_compiler.ops.device_rates import rates_of
+from glue_compiler.ops.host_link import link_rate
 
 log = logging.getLogger(__name__)
 
 Budget = int | float | str
 SHARE = 0.97
 """Of the budget is planned for: blocks of the allocator are larger than what lies in them."""
+MARGIN = 0.05
+"""The share of the card that ``"auto"`` leaves for what no step shows: workspaces, and holes between tensors."""
+CLEARLY_LESS = 0.95
+"""Of the time that is known of a layer."""
 
 
 class Memory(Protocol):
@@ -42,6 +45,8 @@ class Memory(Protocol):
 
     def peak(self) -> int: ...
 
+    def forget_peak(self) -> None: ...
+
     def limit(self, budget: Budget) -> int: ...
 
     def clock(self) -> Any: ...
@@ -53,7 +58,7 @@ class Memory(Protocol):
 
 @dataclass(frozen=True)
 class CudaMemory:
-    """Of a CUDA device. Torch's statistics are read and never reset: they are the user's."""
+    """Of a CUDA device. Torch's statistics are the user's: they are read, and the peak is reset once if need be."""
 
     device: torch.device
 
@@ -63,12 +68,18 @@ class CudaMemory:
     def peak(self) -> int:
         return torch.cuda.max_memory_allocated(self.device)
 
+    def forget_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.device)
+
     def limit(self, budget: Budget) -> int:
         if isinstance(budget, int):
             return budget
         memory = memory_of(self.device)
         assert memory is not None
-        return limit_of(budget, memory, self.allocated())
+        if budget != "auto":
+            return int(float(budget) * memory.total)
+        # What tensors hold already counts in a step's peak.
+        return max(0, memory.free + memory.unused + self.allocated() - int(MARGIN * memory.total))
 
     def clock(self) -> Any:
         event = torch.cuda.Event(enable_timing=True)
@@ -79,7 +90,7 @@ class CudaMemory:
         return start.elapsed_time(end) / 1e3 if end.query() else None
 
     def link(self) -> float:
-        return rates_of(self.device).link
+        return link_rate(self.device)
 
 
 def memory_on(device: torch.device) -> Memory | None:
@@ -88,10 +99,46 @@ def memory_on(device: torch.device) -> Memory | None:
 
 @dataclass(frozen=True)
 class Before:
-    """A call's device, before it: bytes that tensors hold, and the place in what it computes."""
+    """A call's device, before it: bytes that tensors hold, if that is asked, and the place in what it computes."""
 
-    allocated: int
+    allocated: int | None
     clock: Any
+
+
+@dataclass(frozen=True)
+class Call:
+    """Of a layer, before it runs.
+
+    Attributes:
+        layer: stands for the layer in all of its calls.
+        kind: layers that take the same for each unit.
+        units: how large its input is.
+        input_bytes: what is free when the input lies on the host; 0: it has to stay.
+        gradients: the most bytes that its backward leaves.
+    """
+
+    layer: int
+    kind: Hashable
+    units: int
+    input_bytes: int = 0
+    gradients: int = 0
+
+
+@dataclass(frozen=True)
+class _Besides:
+    """What a step takes beside what its layers keep, at the most.
+
+    Attributes:
+        begun: bytes that tensors held in front of it. What is there for longer, as an optimiser's state, makes it more.
+        is_hidden: by a peak of an earlier time, so that the step itself takes less.
+    """
+
+    nbytes: int
+    begun: int
+    is_hidden: bool
+
+    def at(self, begun: int) -> int:
+        return self.nbytes + max(0, begun - self.begun)
 
 
 class _Round:
@@ -124,6 +171,8 @@ class LayerPlan:
         self.mover = Mover()
         self._layers: dict[int, Hashable] = {}
         """Layer → its kind, in the order of their calls."""
+        self._calls: dict[int, Call] = {}
+        """Layer → its latest call."""
         self._last_called: int | None = None
         self._seen_in: dict[int, int] = {}
         """Layer → the number of the round in which it was called last."""
@@ -131,63 +180,74 @@ class LayerPlan:
         self._lock = threading.RLock()
         self._roles: dict[int, Role] = {}
         """Layer → its role; all others compute again."""
+        self._asked: tuple[Any, ...] | None = None
+        self._answer: dict[int, Role] = {}
+        """What ``layer_roles`` was asked last, and what it said: a step asks again, and it takes milliseconds."""
         self._grown: dict[tuple[Hashable, bool], float] = {}
         """(kind, does it keep?) → bytes for each unit by which a call makes what is allocated grow."""
         self._seconds: dict[Hashable, float] = {}
-        """Kind → of a forward that computes again in backward, for each unit."""
+        """Kind → of a forward, for each unit."""
         self._timed: list[tuple[Hashable, int, Any, Any]] = []
-        self._besides: dict[int, int] = {}
-        """Units of a step → the most that it takes beside what layers keep."""
+        self._clocked: set[Hashable] = set()
+        """Kinds of which a call of this step is timed."""
+        self._besides: dict[int, _Besides] = {}
+        """By units of a step."""
         self._waiting: list[weakref.ref[_Round]] = []
         self._units, self._rounds, self._most_rounds = 0, 0, 1
         self._kept: Counter[Hashable] = Counter()
         """Kind → units of the calls of this step that keep."""
-        self._peak, self._steps = 0, 0
+        self._left, self._inputs_stay = 0, False
+        """Bytes of the inputs of this step that lie on the host; does somebody else hold them, too?"""
+        self._peak, self._begun, self._steps = 0, 0, 0
         self._seen = 0
         """The peak when backward came to the first layer: behind it the user may reset what torch has counted."""
         self._has_compiled, self._measures = True, True
         self._limit: int | None = None
+        self._has_forgotten = False
 
     def compiles(self) -> None:
         """Code of a layer is compiled: what this step takes shows nothing."""
         self._has_compiled = True
 
-    def role(self, layer: int, kind: Hashable, units: int) -> Role:
-        """Of this call of a layer.
-
-        Args:
-            layer: stands for the layer in all of its calls. kind: layers that take the same for each unit.
-            units: how large its input is.
-        """
+    def role(self, call: Call) -> Role:
+        """Of this call of a layer."""
         with self._lock:
-            if self._begins_a_round(layer):
-                self._begin_round(units)
-            self._note(layer, kind)
-            return self._roles.get(layer, Role())
+            if self._begins_a_round(call.layer):
+                self._begin_round(call.units)
+            self._note(call)
+            return self._roles.get(call.layer, Role())
 
-    def called(self, layer: int, units: int, choice: Choice, before: Before | None, outputs: Sequence[Any]) -> None:
+    def called(self, call: Call, role: Role, before: Before | None, outputs: Sequence[Any]) -> None:
         """A call that :meth:`role` was asked about has run; ``before``: what :meth:`before_call` said."""
         with self._lock:
-            if layer in self._layers:  # other threads may have forgotten it
-                self._called(self._layers[layer], units, choice, before, outputs)
+            if call.layer in self._layers:  # other threads may have forgotten it
+                self._called(call, role, before, outputs)
 
-    def _called(
-        self, kind: Hashable, units: int, choice: Choice, before: Before | None, outputs: Sequence[Any]
-    ) -> None:
-        kept = choice is Choice.KEEP
+    def _called(self, call: Call, role: Role, before: Before | None, outputs: Sequence[Any]) -> None:
+        kind, units, kept = call.kind, call.units, role.choice is Choice.KEEP
         if before is not None and not self._has_compiled:
-            grown = (self._memory.allocated() - before.allocated) / max(1, units)
-            self._grown[kind, kept] = min(grown, self._grown.get((kind, kept), grown))
-            if not kept:
-                self._timed.append((kind, units, before.clock, self._memory.clock()))
+            if before.allocated is not None:
+                grown = (self._memory.allocated() - before.allocated) / max(1, units)
+                self._grown[kind, kept] = min(grown, self._grown.get((kind, kept), grown))
+            self._timed.append((kind, units, before.clock, self._memory.clock()))
         if kept:
             self._kept[kind] += units
+        if role.moves_input:
+            self._left += call.input_bytes
         if not self._has_node:
             self._wait_for_backward(outputs)
 
-    def before_call(self) -> Before | None:
-        """None where it is not asked for, as the host takes a while to count what is allocated."""
-        return Before(self._memory.allocated(), self._memory.clock()) if self._measures else None
+    def before_call(self, call: Call, role: Role) -> Before | None:
+        """None where it is not asked for, as the host takes a while to count what is allocated.
+
+        One call of a kind is timed in each step: the first steps of a process may share the device with others.
+        """
+        if self._measures:
+            return Before(self._memory.allocated(), self._memory.clock())
+        if role.leaves is not None or call.kind in self._clocked:
+            return None
+        self._clocked.add(call.kind)
+        return Before(None, self._memory.clock())
 
     def ran_out(self) -> None:
         """A call that keeps found no memory: the next step takes less than was there."""
@@ -219,12 +279,13 @@ class LayerPlan:
         place = order.index(layer) if layer in self._layers else len(order)
         return not place or place < order.index(self._last_called)
 
-    def _note(self, layer: int, kind: Hashable) -> None:
+    def _note(self, call: Call) -> None:
+        layer = call.layer
         if layer not in self._layers:  # behind the one that was called before it
             order = list(self._layers.items())
             at = 0 if self._last_called is None else list(self._layers).index(self._last_called) + 1
-            self._layers = dict([*order[:at], (layer, kind), *order[at:]])
-        self._last_called, self._seen_in[layer] = layer, self._round
+            self._layers = dict([*order[:at], (layer, call.kind), *order[at:]])
+        self._last_called, self._seen_in[layer], self._calls[layer] = layer, self._round, call
 
     @staticmethod
     def _waits(waiting: weakref.ref[_Round]) -> bool:
@@ -237,20 +298,23 @@ class LayerPlan:
         self._rounds += 1
         self._round, self._last_called, self._has_node = self._round + 1, None, False
         for layer in [each for each, seen in self._seen_in.items() if self._round - seen > REMEMBERED]:
-            del self._seen_in[layer], self._layers[layer]
+            del self._seen_in[layer], self._layers[layer], self._calls[layer]
 
     def _begin_step(self, units: int) -> None:
         self._look_back()
         self._most_rounds = max(self._most_rounds, self._rounds)
-        self._units, self._rounds, self._kept, self._has_compiled = units, 0, Counter(), False
+        self._units, self._rounds, self._kept, self._left, self._has_compiled = units, 0, Counter(), 0, False
+        self._clocked = set()
         self._steps += 1
-        self._peak, self._seen = self._memory.peak(), 0
+        self._peak, self._seen, self._begun = self._memory.peak(), 0, self._memory.allocated()
         roles = self._choose(units)
         if roles != self._roles and len(self._grown) > 1:
             extra, moving = self._extra(), sum(role.choice is Choice.MOVE for role in roles.values())
             keeping = [layer for layer, role in roles.items() if role.choice is Choice.KEEP]
             kept = sum(extra.get(self._layers[layer], 0.0) for layer in keeping) * units * self._most_rounds
             moved = f", {moving} on the host" if moving else ""
+            inputs = sum(role.moves_input for role in roles.values())
+            moved += f", {inputs} layers' inputs on the host" if inputs else ""
             text = (
                 f"{len(keeping)} of {len(self._layers)} layers keep what backward needs: {with_unit(int(kept))}, with "
                 f"{with_unit(self._limit or 0)} for a step{moved}"
@@ -261,23 +325,29 @@ class LayerPlan:
         self._roles = roles
 
     def _look_back(self) -> None:
-        """At the step that is over: how long were its calls, and what did it take beside what layers have kept?"""
+        """At the step that is over: how long were its calls, and what does one take in which none keep or move?"""
         timed, self._timed = self._timed, []
         for kind, units, start, end in timed:
             seconds = self._memory.seconds(start, end)
             if seconds is not None:
                 each = seconds / max(1, units)
-                self._seconds[kind] = min(each, self._seconds.get(kind, each))
+                known = self._seconds.get(kind)
+                if known is None or each < CLEARLY_LESS * known:  # else roles change for nothing
+                    self._seconds[kind] = each
         if self._has_compiled or not self._rounds:
             return
         peak, extra = max(self._seen, self._memory.peak()), self._extra()
-        besides = peak - int(sum(extra.get(kind, 0.0) * units for kind, units in self._kept.items()))
-        known = self._besides.get(self._units, besides)
+        besides = peak - int(sum(extra.get(kind, 0.0) * units for kind, units in self._kept.items())) + self._left
+        before = self._besides.get(self._units)
+        expected = besides if before is None else before.at(self._begun)
         if self._limit is not None and peak > max(self._peak, self._limit):
-            for units in self._besides:
-                self._besides[units] += max(0, besides - known)
+            # Such as a list of all hidden states. Where it is less, a plan for less helps.
+            self._inputs_stay |= 0 < self._left <= 2 * (besides - expected)
+            more = max(0, besides - expected)
+            self._besides = {units: replace(each, nbytes=each.nbytes + more) for units, each in self._besides.items()}
         # The peak of an earlier time, or of an evaluation in between, is more than this step's.
-        self._besides[self._units] = min(besides, self._besides.get(self._units, besides))
+        if before is None or besides < expected:
+            self._besides[self._units] = _Besides(besides, self._begun, is_hidden=peak <= self._peak)
 
     def _choose(self, units: int) -> dict[int, Role]:
         if self._steps == 1:
@@ -290,9 +360,25 @@ class LayerPlan:
             return {layer: Role(Choice.KEEP) for kind, layer in last_of_kinds.items() if kind not in extra}
         if self._limit is None:
             self._limit = self._memory.limit(self._budget)
+        if self._is_hidden(extra):
+            # The step after the next one shows what a step takes.
+            self._memory.forget_peak()
+            self._besides, self._peak, self._has_forgotten = {}, 0, True
+            return {}
         room = SHARE * self._limit - self._expected(units)
         needed = {kind: each * units * self._most_rounds for kind, each in extra.items()}
-        return roles_of(self._layers, needed, room, self._copies(extra))
+        asked = (tuple(self._layers.items()), needed, room, self._copies(extra), self._inputs(units))
+        if asked != self._asked:
+            self._asked, self._answer = asked, roles_of(dict(asked[0]), *asked[1:])
+        return self._answer
+
+    def _is_hidden(self, extra: Mapping[Hashable, float]) -> bool:
+        """Is the highest peak of an earlier time, as of loading weights, so high that no step could show its own?"""
+        assert self._limit is not None
+        known = self._besides.get(self._units)
+        if self._has_forgotten or known is None or not known.is_hidden:
+            return False
+        return self._memory.peak() + max(extra.values()) * self._units * self._most_rounds > SHARE * self._limit
 
     def _copies(self, extra: Mapping[Hashable, float]) -> dict[Hashable, float]:
         """Kind → how many of its layers' forwards a copy of what one keeps takes; not where forwards share memory."""
@@ -300,6 +386,17 @@ class LayerPlan:
             return {}
         rate = self._memory.link()
         return {kind: extra[kind] / rate / self._seconds[kind] for kind in extra if self._seconds.get(kind)}
+
+    def _inputs(self, units: int) -> dict[int, LayerInput]:
+        """Layer → its input, of those that may move."""
+        if self._most_rounds > 1 or self._inputs_stay:
+            return {}
+        found, rate = {}, self._memory.link()
+        for layer, call in self._calls.items():
+            each, seconds = call.input_bytes / max(1, call.units), self._seconds.get(call.kind)
+            if seconds:
+                found[layer] = LayerInput(each * units, each / rate / seconds, call.gradients)
+        return found
 
     def _extra(self) -> dict[Hashable, float]:
         """Kind → bytes for each unit that a call keeps beside what one holds that computes again."""
@@ -309,7 +406,8 @@ class LayerPlan:
     def _expected(self, units: int) -> float:
         """What a step of ``units`` takes beside what layers keep: what is there now, and what grows with the units."""
         if units in self._besides:
-            return self._besides[units]
+            return self._besides[units].at(self._begun)
         largest = max(self._besides)
-        base = min(self._memory.allocated(), self._besides[largest])
-        return base + (self._besides[largest] - base) * units / largest
+        most = self._besides[largest].at(self._begun)
+        base = min(self._begun, most)
+        return base + (most - base) * units / largest

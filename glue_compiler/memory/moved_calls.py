@@ -1,4 +1,4 @@
-"""Layers that keep what backward needs on the host: copies run beside the compute of the layers around them."""
+"""Layers that keep what backward needs, or their input, on the host: copies run beside the compute of others."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from glue_compiler.compat import storages
-from glue_compiler.fx.values import keeps_layout
 from glue_compiler.memory.layer_roles import Choice, Role
-from glue_compiler.memory.offload_context import KeptValue, SavedInput
+from glue_compiler.memory.offload_context import KeptValue, SavedInput, comes_back_as_it_was
 from glue_compiler.ops.copy_engine import CopyEngine, engine
 
 LEAST_BYTES = 2**20
@@ -26,11 +26,14 @@ class MovedCall:
 
     Args:
         inputs: of the call. What shares memory with them stays, as others hold it.
+        own: one of them that moves.
+        values: does what the call makes move?
     """
 
-    def __init__(self, inputs: Sequence[Any], copies: CopyEngine, least: int) -> None:
+    def __init__(self, inputs: Sequence[Any], own: Tensor | None, values: bool, copies: CopyEngine, least: int) -> None:
         self._inputs = {storages.identity(value) for value in inputs if isinstance(value, Tensor)}
-        self._copies, self._least = copies, least
+        self._own = None if own is None else storages.identity(own)
+        self._of_values, self._copies, self._least = values, copies, least
         # Weak: a graph that is dropped drops what it has saved.
         self._values: list[weakref.ref[SavedInput]] = []
 
@@ -55,8 +58,10 @@ class MovedCall:
         return [value for each in self._values if (value := each()) is not None]
 
     def _moves(self, tensor: Tensor) -> bool:
-        is_plain = type(tensor) is Tensor and tensor.layout is torch.strided and keeps_layout(tensor)
-        return is_plain and tensor.nbytes >= self._least and storages.identity(tensor) not in self._inputs
+        if not comes_back_as_it_was(tensor) or tensor.nbytes < self._least:
+            return False
+        memory = storages.identity(tensor)
+        return memory == self._own or (self._of_values and memory not in self._inputs)
 
 
 class _OfThread(threading.local):
@@ -79,23 +84,40 @@ class Mover:
         self._copies, self._least = copies, least
         self._of_thread = _OfThread()
 
-    def run(self, call: Callable[..., Any], inputs: Sequence[Any], layer: int, role: Role) -> Any:
-        """``call(*inputs)`` of ``layer``; what was moved before leaves when ``role`` says so at the latest."""
-        moves = role.choice is Choice.MOVE
+    def bytes_of(self, value: Tensor) -> int:
+        """What is free when ``value``, a layer's input, lies on the host; 0: it has to stay."""
+        moves = not value.is_leaf and comes_back_as_it_was(value) and value.nbytes >= self._least
+        return value.nbytes if moves else 0
+
+    def run(
+        self, call: Callable[..., Any], inputs: Sequence[Any], layer: int, role: Role, own: Tensor | None = None
+    ) -> Any:
+        """``call(*inputs)`` of ``layer``; what was moved before leaves when ``role`` says so at the latest.
+
+        Args:
+            own: the input that moves if ``role`` says so; None: it has to stay.
+        """
+        values = role.choice is Choice.MOVE
+        own = own if role.moves_input else None
         leaving, moved_calls = self._of_thread.leaving, self._of_thread.moved
         waits = any(each == role.leaves for each, _ in leaving)
         while leaving and leaving[0][1].leave(at_once=waits):
             left, _ = leaving.popleft()
             waits &= left != role.leaves
-        if not moves:
+        if not values and own is None:
             results = call(*inputs)
         else:
-            moved_calls[layer] = moved = MovedCall(inputs, self._copies, self._least)
+            moved_calls[layer] = moved = MovedCall(inputs, own, values, self._copies, self._least)
             leaving.append((layer, moved))
             with torch.autograd.graph.saved_tensors_hooks(moved.pack, lambda value: value.take()):
                 results = call(*inputs)
-        returns = None if role.returns is None else moved_calls.get(role.returns)
+        returns = [moved_calls[each] for each in role.returns if each in moved_calls]
         node = next((each.grad_fn for each in results if getattr(each, "grad_fn", None) is not None), None)
-        if returns is not None and node is not None:
-            node.register_prehook(lambda _: returns.come_back())
+        if returns and node is not None:
+            node.register_prehook(partial(_come_back, returns))
         return results
+
+
+def _come_back(moved: Sequence[MovedCall], _: Any) -> None:
+    for each in moved:
+        each.come_back()

@@ -55,6 +55,11 @@ def offload_checkpoints(pinned_limit: int | None = None) -> Iterator[None]:
     chain.finish()
 
 
+def comes_back_as_it_was(tensor: Tensor) -> bool:
+    """What comes back is dense and plain, and compiled code relies on the strides that it has seen."""
+    return type(tensor) is Tensor and tensor.layout is torch.strided and keeps_layout(tensor)
+
+
 class KeptValue:
     """A saved value that stays where it is.
 
@@ -194,7 +199,4 @@ class _Chain:
 
     @staticmethod
     def _is_moved(tensor: Tensor) -> bool:
-        if not tensor.requires_grad or tensor.is_leaf or type(tensor) is not Tensor:
-            return False
-        # What comes back is dense, and compiled code relies on the strides that it has seen.
-        return tensor.layout is torch.strided and tensor.numel() > 0 and keeps_layout(tensor)
+        return tensor.requires_grad and not tensor.is_leaf and tensor.numel() > 0 and comes_back_as_it_was(tensor)

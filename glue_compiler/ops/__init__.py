@@ -25,6 +25,7 @@ from glue_compiler.ops.packed_attention import (
     packed_attention,
 )
 from glue_compiler.ops.private_copy import private_copy
+from glue_compiler.ops.shared_prefixes import shared_tokens, spread_rows
 from glue_compiler.ops.token_rows import put_rows, take_rows, target_rows, token_rows
 from glue_compiler.ops.varlen_attention import varlen_attention
 
@@ -57,5 +58,7 @@ __all__ = [
     "target_rows",
     "token_rows",
     "row_offsets",
+    "shared_tokens",
+    "spread_rows",
     "varlen_attention",
 ]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from glue_compiler.capture.regions import Loops
 from glue_compiler.pipeline.fuel import Fuel
-from glue_compiler.pipeline.results import Numerics, PassReport, Stage
+from glue_compiler.pipeline.results import Numerics, Stage
 from glue_compiler.pipeline.results import PassResult as PassResult
 
 if TYPE_CHECKING:
@@ -66,8 +66,6 @@ class PairPass(GraphPass):
     """A rewrite of the stage ``PARTITIONED``. ``run`` is not called."""
 
     stage: ClassVar[Stage] = Stage.PARTITIONED
-    changes_peak: ClassVar[bool] = True
-    """May another peak of memory come of it? If not, it does not run where a pair is only tried out for its peak."""
 
     def run(self, graph: fx.GraphModule, context: PassContext) -> PassResult:
         raise NotImplementedError(f"{self.name} works on the forward and backward graph together")
@@ -87,32 +85,3 @@ class PairPass(GraphPass):
     @abstractmethod
     def run_pair(self, pair: TrainingPair, context: PassContext) -> PassResult:
         """Rewrite the pair in place. May raise: the pipeline then restores both graphs."""
-
-
-class JointPass(GraphPass):
-    """The decision of the stage ``JOINT`` on what is saved for backward, as marks on nodes: one pass makes it.
-
-    ``run`` is not called."""
-
-    stage: ClassVar[Stage] = Stage.JOINT
-
-    def run(self, graph: fx.GraphModule, context: PassContext) -> PassResult:
-        raise NotImplementedError(f"{self.name} works on the joint graph of a training step")
-
-    @abstractmethod
-    def wants_joint(self, graph: fx.GraphModule, options: GlueOptions) -> bool:
-        """May there be anything to do for this captured graph?"""
-
-    @abstractmethod
-    def run_joint(self, joint: fx.GraphModule, num_outputs: int, context: PassContext) -> PassResult:
-        """Mark nodes of ``joint``, whose first ``num_outputs`` results are the forward's."""
-
-    def simpler(self, report: PassReport, excess: int) -> JointPass | None:
-        """What to try where the marks that this one reports miss what they are for by ``excess``, or, with one of 0,
-        the partitioner refuses them. None: no marks."""
-        return None
-
-    def excess(self, pair: TrainingPair, context: PassContext) -> int:
-        """By how much a pair misses what the marks are for; 0: it does not. Of several the one that misses least is
-        taken, and of equal ones the first."""
-        return 0

@@ -38,9 +38,6 @@ class Observer:
     def handed_off(self, gm: fx.GraphModule, prologues: Sequence[Prologue]) -> None:
         """The captured stage is over, and ``gm`` and its prologues are what will be compiled."""
 
-    def joint_pass_finished(self, report: PassReport) -> None:
-        """A pass over the joint graph ran, or failed."""
-
     def partitioned(self, pair: TrainingPair) -> None:
         """``pair`` as AOTAutograd made it, before the passes over it. Not for every graph."""
 
@@ -48,7 +45,7 @@ class Observer:
         """The passes over the pair are done."""
 
     def refused(self, passes: Sequence[str], reason: str) -> None:
-        """The compiler failed on what these passes over the joint graph or the pair made, and it is left out."""
+        """The compiler failed on what these passes over the pair made, and it is left out."""
 
     def compiled(self, call: Call) -> Call:
         """``call`` is what the graph became; what is returned, ``call`` or a watch over it, takes its place."""
@@ -86,7 +83,6 @@ for _event in (
     "captured",
     "pass_finished",
     "handed_off",
-    "joint_pass_finished",
     "partitioned",
     "pair_finished",
     "refused",

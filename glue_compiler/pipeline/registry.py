@@ -11,7 +11,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from glue_compiler.errors import GlueContractError, GlueWarning
-from glue_compiler.pipeline.graph_pass import GraphPass, JointPass, PairPass
+from glue_compiler.pipeline.graph_pass import GraphPass, PairPass
 from glue_compiler.pipeline.results import Numerics, Stage
 
 _BUILT_IN = (
@@ -23,7 +23,6 @@ _BUILT_IN = (
     "glue_compiler.passes.sum_embedding_grads:SumEmbeddingGrads",
     "glue_compiler.passes.hoist_metadata:HoistMetadata",
     "glue_compiler.passes.memoize_metadata:MemoizeMetadata",
-    "glue_compiler.passes.plan_memory:PlanMemory",
     "glue_compiler.passes.overlap_offload:OverlapOffload",
     "glue_compiler.passes.fuse_dequantization:FuseDequantization",
     "glue_compiler.passes.share_layers:ShareLayers",
@@ -114,9 +113,7 @@ def _check_declarations(graph_pass: GraphPass) -> None:
         raise GlueContractError(
             f"pass '{name}' does not say what it does to results; write: numerics = Numerics.BITWISE, or CLOSE"
         )
-    for stage, base in ((Stage.PARTITIONED, PairPass), (Stage.JOINT, JointPass)):
-        if (graph_pass.stage is stage) != isinstance(graph_pass, base):
-            raise GlueContractError(
-                f"pass '{name}' is of stage {graph_pass.stage}; passes of {stage.name} derive from {base.__name__}, "
-                "others do not"
-            )
+    if (graph_pass.stage is Stage.PARTITIONED) != isinstance(graph_pass, PairPass):
+        raise GlueContractError(
+            f"pass '{name}' is of stage {graph_pass.stage}; passes of PARTITIONED derive from PairPass, others do not"
+        )

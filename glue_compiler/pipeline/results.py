@@ -23,8 +23,6 @@ class Stage(enum.Enum):
 
     CAPTURED = "captured"
     """On Dynamo's graph, before AOTAutograd: torch-level operators, higher-order operators with bodies."""
-    JOINT = "joint"
-    """On the joint graph of a training step, which is partitioned next (:class:`JointPass`): ATen operators."""
     PARTITIONED = "partitioned"
     """On the forward and the backward graph of a training step (:class:`PairPass`): ATen operators, no bodies."""
 
@@ -81,7 +79,12 @@ class PassResult:
     ``deferred``: the graph's outputs that it no longer makes: they are computed when somebody reads them, from its
     inputs and from outputs of glue's own behind those that the caller gets.
     ``relies_on``: the inputs of which the graph is right, or best, only as long as the same is known of them as masks.
-    ``returned_masks``: what is proved of masks that the graph returns, by their positions in what it returned before.
+    ``returned_masks``: what is proved of masks that the graph returns, by their positions in what it returned before,
+    and a number that is equal for those that hide the same padding.
+    ``under_one_mask``: a mask, or zeros for what one hides, and inputs that it is right of only as long as they are not
+    zeros for what another one hides.
+    ``returned_tokens``: positions of results ``[B, T, ...]`` that are zeros for tokens that a mask hides → that of the
+    input that is this mask, or that is zeros for those that its own mask hides.
     """
 
     changed: bool
@@ -91,7 +94,9 @@ class PassResult:
     proved: tuple[SpeculativeRegion, ...] = ()
     deferred: tuple[DeferredOutput, ...] = ()
     relies_on: tuple[fx.Node, ...] = ()
-    returned_masks: Mapping[int, MaskKind] = field(default_factory=dict)
+    under_one_mask: tuple[fx.Node, ...] = ()
+    returned_masks: Mapping[int, tuple[MaskKind, int]] = field(default_factory=dict)
+    returned_tokens: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

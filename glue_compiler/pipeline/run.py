@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from torch import fx
 
 from glue_compiler.compat import partition, symbols, tracing, versions
-from glue_compiler.compat.partition import Graphs
 from glue_compiler.errors import GlueContractError, GlueOffloadError, GlueWarning
 from glue_compiler.fx.effects import EffectAnalysis
 from glue_compiler.fx.invariants import Fault, check_graph, find_faults
@@ -26,14 +25,7 @@ from glue_compiler.fx.snapshots import Snapshot
 from glue_compiler.fx.training_pair import TrainingPair, check_pair
 from glue_compiler.options import GlueOptions
 from glue_compiler.pipeline.fuel import Fuel, RewriteCounter
-from glue_compiler.pipeline.graph_pass import (
-    GraphPass,
-    JointPass,
-    PairPass,
-    PassContext,
-    PassResult,
-)
-from glue_compiler.pipeline.marked_partition import partition_marked
+from glue_compiler.pipeline.graph_pass import GraphPass, PairPass, PassContext, PassResult
 from glue_compiler.pipeline.observer import Observer
 from glue_compiler.pipeline.results import PassReport, Stage
 from glue_compiler.pipeline.sources import sources_of, sources_of_glue
@@ -45,11 +37,7 @@ _NOBODY = Observer()
 
 
 class Pipeline:
-    """The enabled ones of ``passes``, in order. ``counter`` gives single rewrites their numbers.
-
-    Raises:
-        GlueContractError: two of them decide what is saved for backward.
-    """
+    """The enabled ones of ``passes``, in order. ``counter`` gives single rewrites their numbers."""
 
     def __init__(
         self, passes: Sequence[GraphPass], options: GlueOptions, counter: RewriteCounter | None = None
@@ -57,23 +45,12 @@ class Pipeline:
         self.options = options
         self.counter = counter or RewriteCounter()
         self.passes = tuple(p for p in passes if options.is_enabled(p.name, p.default))
-        deciding = [p.name for p in self.passes if isinstance(p, JointPass)]
-        if len(deciding) > 1:
-            raise GlueContractError(
-                f"passes '{deciding[0]}' and '{deciding[1]}' both decide what is saved for backward; switch one off"
-            )
 
     @classmethod
     def of_one(cls, graph_pass: GraphPass, options: GlueOptions) -> Pipeline:
         """``graph_pass`` alone, on or off."""
         pipeline = cls([], options)
         pipeline.passes = (graph_pass,)
-        return pipeline
-
-    def with_options(self, options: GlueOptions) -> Pipeline:
-        """The same passes with other options, which switch none of them on or off."""
-        pipeline = Pipeline([], options, self.counter)
-        pipeline.passes = self.passes
         return pipeline
 
     def run(
@@ -120,46 +97,26 @@ class Pipeline:
         observer.pair_finished(pair)
         return reports
 
-    def run_joint(self, joint: fx.GraphModule, num_outputs: int, marking: JointPass) -> PassReport:
-        """Run ``marking`` on the joint graph of a training step, in place."""
-        context = PassContext(self.options, EffectAnalysis.for_graph(joint))
-        run = functools.partial(marking.run_joint, joint, num_outputs)
-        return self._run_one(marking, [joint], run, lambda *_: joint.graph.lint(), context)
+    def step_passes(self, gm: fx.GraphModule) -> tuple[PairPass, ...]:
+        """The passes that may have something to do in the forward and backward graphs that ``gm`` becomes."""
+        return tuple(p for p in self.passes if isinstance(p, PairPass) and p.wants_pairs(gm, self.options))
 
-    def step_passes(self, gm: fx.GraphModule) -> tuple[JointPass | PairPass, ...]:
-        """The passes that may have something to do in the joint, forward and backward graphs that ``gm`` becomes."""
-        joint = [p for p in self.passes if isinstance(p, JointPass) and p.wants_joint(gm, self.options)]
-        return (*joint, *(p for p in self.passes if isinstance(p, PairPass) and p.wants_pairs(gm, self.options)))
-
-    def step_edit(
-        self,
-        passes: Sequence[JointPass | PairPass],
-        observer: Observer = _NOBODY,
-    ) -> partition.Edit | None:
-        """What is to happen around the partitioner; None without passes over training steps."""
+    def step_edit(self, passes: Sequence[PairPass], observer: Observer = _NOBODY) -> partition.Edit | None:
+        """What is to happen behind the partitioner; None without passes over training steps."""
         if not passes:
             return None
-        marking = next((p for p in passes if isinstance(p, JointPass)), None)
-        on_pairs = [p for p in passes if isinstance(p, PairPass)]
-
-        def mark(joint: fx.GraphModule, num_outputs: int, partition: Callable[[], Graphs]) -> Graphs:
-            assert marking is not None
-            report, graphs = partition_marked(self, joint, num_outputs, marking, on_pairs, partition)
-            observer.joint_pass_finished(report)
-            return graphs
 
         def edit(forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int) -> None:
-            self.run_pair(TrainingPair(forward, backward, num_outputs), on_pairs, observer)
+            self.run_pair(TrainingPair(forward, backward, num_outputs), passes, observer)
 
-        return partition.Edit(edit, mark if marking is not None else None)
+        return partition.Edit(edit)
 
-    def options_with(self, passes: Sequence[JointPass | PairPass]) -> GlueOptions:
+    def options_with(self, passes: Sequence[PairPass]) -> GlueOptions:
         """The options, with what these passes ask of Inductor; the user's own win."""
-        on_pairs = (p for p in passes if isinstance(p, PairPass))
-        wanted = {name: value for p in on_pairs for name, value in p.inductor_options(self.options).items()}
+        wanted = {name: value for p in passes for name, value in p.inductor_options(self.options).items()}
         return dataclasses.replace(self.options, inductor={**wanted, **self.options.inductor})
 
-    def uuid(self, step_passes: Sequence[JointPass | PairPass] = ()) -> bytes | None:
+    def uuid(self, step_passes: Sequence[PairPass] = ()) -> bytes | None:
         """Identifies the enabled passes: their names, sources and the options they read. None: nothing is to be cached.
 
         A graph from the cache runs none of ``step_passes``, so that a dump would not show what they do. Nor may one be

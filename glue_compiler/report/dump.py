@@ -198,7 +198,7 @@ def _random(tensor: torch.Tensor, seed: int | None = None) -> str:
 def _known_mask(mask: torch.Tensor, kind: MaskKind) -> str:
     documents = 7 if kind.has_documents else None
     hidden = None if kind.hidden is None else f"float('{kind.hidden}')"
-    settings = f"{documents}, {kind.is_causal}, {kind.window}, {hidden}"
+    settings = f"{documents}, {kind.is_causal}, {kind.window}, {hidden}, {kind.has_padding}"
     return f"known_mask({tuple(map(_hint, mask.shape))}, {mask.dtype}, {str(mask.device)!r}, {settings})"
 
 

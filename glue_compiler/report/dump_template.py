@@ -50,7 +50,7 @@ def random_tensor(shape, stride, dtype, device, requires_grad, seed=None):
     return storage.to(device, dtype).as_strided(shape, stride).requires_grad_(requires_grad)
 
 
-def known_mask(shape, dtype, device, documents, is_causal, window, hidden):
+def known_mask(shape, dtype, device, documents, is_causal, window, hidden, has_padding):
     """A mask that shows what the graph was compiled for; each of its documents is so many tokens long."""
     token = torch.arange(shape[-1], device=device)
     distance, shown = token[:, None] - token, torch.ones(shape, dtype=torch.bool, device=device)
@@ -60,6 +60,8 @@ def known_mask(shape, dtype, device, documents, is_causal, window, hidden):
         shown &= distance >= 0
     if window > 0:
         shown &= distance.abs() < window
+    if has_padding:
+        shown[..., shape[-1] // 2 :] = False
     return shown if hidden is None else torch.zeros(shape, dtype=dtype, device=device).masked_fill_(~shown, hidden)
 
 

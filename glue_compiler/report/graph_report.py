@@ -37,8 +37,8 @@ class GraphReport:
     """The layers that share the graph, as ``DecoderLayer x36``."""
     compile_id: str | None = None
     host_syncs: list[HostSync] = field(default_factory=list)
-    replan: str | None = None
-    """Why it is planned again, with what was seen; or why not, where it should be."""
+    memory_plan: str | None = None
+    """How many of the layers that share the graph keep what backward needs, as the latest step has it."""
     id: int = 0
 
     def as_json(self) -> dict[str, Any]:
@@ -51,7 +51,7 @@ class GraphReport:
             "graph_break": dict(zip(("reason", "source"), self.graph_break, strict=True)) if self.graph_break else None,
             "host_syncs": [vars(sync) for sync in self.host_syncs],
             "passes": [_pass_as_json(p) for p in self.passes],
-            "replan": self.replan,
+            "memory_plan": self.memory_plan,
         }
 
 

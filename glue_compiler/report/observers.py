@@ -40,9 +40,6 @@ class ReportObserver(Observer):
     def pass_finished(self, report: PassReport, graph: fx.GraphModule | TrainingPair) -> None:
         self.report.passes.append(report)
 
-    def joint_pass_finished(self, report: PassReport) -> None:
-        self.report.passes.append(report)
-
     def handed_off(self, gm: fx.GraphModule, prologues: Sequence[Prologue]) -> None:
         self.report.nodes_after = bodies.count_nodes(gm)
         if self.session.keeps:

@@ -65,7 +65,7 @@ class Session:
 
     def show_plan(self, report: GraphReport, text: str) -> None:
         """What steps have shown about a graph's plan, behind its compile."""
-        report.replan = text
+        report.memory_plan = text
         self.show(report, [])
 
     def add_capture_event(self, event: CaptureEvent) -> None:

@@ -46,8 +46,6 @@ def capture(
     if dynamo.is_compiled(model):
         raise TypeError("capture takes the model itself; this one is the result of torch.compile")
     stage = Stage(stage)
-    if stage is Stage.JOINT:
-        raise ValueError("the joint graph is not captured; take 'captured' or 'partitioned'")
     backend = _Keeper(stage)
     options = {"strict": True, **(options or {})}
     options["passes"] = {**dict.fromkeys(registry.pass_names(), False), **options.get("passes", {})}
@@ -84,7 +82,7 @@ class _Keeper(GlueBackend):
                 edit.pair(forward, backward, num_outputs)
             self.graphs.append(TrainingPair(copy_graph_module(forward), copy_graph_module(backward), num_outputs))
 
-        return partition.compile_with_aot_eager(gm, inputs, partition.Edit(keep, edit and edit.joint))
+        return partition.compile_with_aot_eager(gm, inputs, partition.Edit(keep))
 
 
 def _run_as_it_is(gm: fx.GraphModule, *_: Any) -> Callable[..., Any]:

@@ -161,8 +161,14 @@ def _index_select(rows: Rows) -> Found:
 def _put_rows(rows: Rows) -> Found:
     if not rows.classes:
         raise NotALoss("its classes are in the dimension of rows that are put back")
-    arguments = tuple(rows[name] for name in ("rows", "numbers", "seen"))
+    arguments = tuple(rows[name] for name in ("rows", "numbers", "seen", "starts"))
     return RowStep("call", arguments, PUT_ROWS), rows.classes
+
+
+def _spread_rows(rows: Rows) -> Found:
+    if not rows.classes:
+        raise NotALoss("its classes are in the dimension of rows that are spread")
+    return RowStep("call", (rows["index"],), torch.ops.glue.spread_rows.default), rows.classes
 
 
 def _parts(*names: str) -> Any:
@@ -187,6 +193,7 @@ _READERS: dict[Any, Callable[[Rows], Found]] = {
     aten.index: _index,
     aten.index_select: _index_select,
     PUT_ROWS.overloadpacket: _put_rows,
+    torch.ops.glue.spread_rows: _spread_rows,
     aten.split: _parts("split_size"),
     aten.split_with_sizes: _parts("split_sizes"),
     aten.chunk: _parts("chunks"),

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import sympy
 import torch
+from sympy.core.function import AppliedUndef
 from torch import fx
 
 from glue_compiler.fx.flow import CONVERSIONS, Refused
@@ -16,8 +17,9 @@ from glue_compiler.fx.index_expressions import Unreadable
 from glue_compiler.fx.index_numbers import as_boolean
 from glue_compiler.fx.index_views import NotAView
 from glue_compiler.fx.operators import Value
-from glue_compiler.fx.values import expression, value_of, values_of
+from glue_compiler.fx.values import expression, inputs_of, value_of, values_of
 from glue_compiler.ops.attention_choice import AttentionCall, Kernel, choose
+from glue_compiler.ops.known_masks import KNOWN, PADDING, SEEN
 from glue_compiler.passes.drop_padding.token_facts import Rows, Span, Tokens, is_token
 from glue_compiler.passes.specialize_attention.analysis import Settings
 from glue_compiler.passes.specialize_attention.attention_calls import attention_sites
@@ -26,7 +28,7 @@ from glue_compiler.passes.specialize_attention.candidates import products_with_s
 from glue_compiler.passes.specialize_attention.documents import BATCH, KEY
 from glue_compiler.passes.specialize_attention.mask_reader import MaskReader
 from glue_compiler.passes.specialize_attention.masks import UnknownMask, Visibility, classify_mask
-from glue_compiler.passes.specialize_attention.metadata_places import MetadataPlace, metadata_place
+from glue_compiler.passes.specialize_attention.metadata_places import LeafPlace, MetadataPlace, metadata_place
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,8 @@ class Domain:
     Attributes:
         attentions: by their results; of other attentions in ``unknown`` why it is not known what they see.
         place: where the condition can be computed.
+        source: the input that is the mask with this padding, or for whose mask's padding it has zeros, if there is one.
+        given: inputs that have zeros for this padding, where another graph has computed the tokens without it.
         start: the node before which everything that it is computed from is there.
     """
 
@@ -56,6 +60,13 @@ class Domain:
     device: torch.device
     attentions: Mapping[fx.Node, Attention]
     unknown: Mapping[fx.Node, str] = field(default_factory=dict)
+    source: fx.Node | None = None
+    given: tuple[fx.Node, ...] = ()
+
+    @property
+    def is_given(self) -> bool:
+        """Has another graph computed the tokens without padding?"""
+        return bool(self.given)
 
     @property
     def whole(self) -> Tokens:
@@ -122,6 +133,9 @@ def find_domain(reader: MaskReader, settings: Settings) -> Domain:
                 unknown[site.output] = str(reason)
     padded = [each for each in found.values() if each.visibility.keys]
     if not padded:
+        reader.asked.update(dict.fromkeys(_may_be_given(reader)))
+        for given in tokens_given(reader).values():
+            return domain_given(given, reader, found, unknown)
         node, why = next(iter(unknown.items()), (None, "no attention attends under a padding mask"))
         raise Refused(why, node)
     first = padded[0]
@@ -140,7 +154,56 @@ def find_domain(reader: MaskReader, settings: Settings) -> Domain:
     if length == 1 or batch == 0:
         raise Refused("rows of one token", first.site.output)
     start = _start(place, numbering.root.graph)
-    return Domain(batch, length, keys, place, start, value_of(first.site.query).device, found, unknown)
+    device = value_of(first.site.query).device
+    return Domain(batch, length, keys, place, start, device, found, unknown, _mask_of(keys, place))
+
+
+def tokens_given(reader: MaskReader) -> dict[int, tuple[fx.Node, ...]]:
+    """Inputs that are zeros for tokens which a mask hides, by their padding."""
+    found: dict[int, tuple[fx.Node, ...]] = {}
+    for node in _may_be_given(reader):
+        if node.meta[SEEN] is not None:
+            found[node.meta[PADDING]] = (*found.get(node.meta[PADDING], ()), node)
+    return found
+
+
+def _may_be_given(reader: MaskReader) -> list[fx.Node]:
+    inputs = inputs_of(reader.operators.numbering.root.graph)
+    return [node for node in inputs if SEEN in node.meta and KNOWN not in node.meta]
+
+
+def domain_given(
+    given: tuple[fx.Node, ...],
+    reader: MaskReader,
+    attentions: Mapping[fx.Node, Attention],
+    unknown: Mapping[fx.Node, str],
+) -> Domain:
+    """Of tokens that another graph has computed without padding."""
+    tokens = given[0]
+    seen, root = tokens.meta[SEEN], reader.operators.numbering.root
+    batch, length = map(expression, value_of(seen).shape)
+    condition = as_boolean(reader.read(Value(seen), (sympy.Integer(0) if batch == 1 else BATCH, KEY)))
+    leaves = {leaf.func.__name__: LeafPlace(root, seen) for leaf in condition.atoms(AppliedUndef)}
+    sizes = [_size_node(size, root.graph) for size in (batch, length)]
+    if None in sizes:
+        raise Refused("a size of the tokens is no input of the graph", tokens)
+    start = next(node for node in root.graph.nodes if node.op != "placeholder")
+    place = MetadataPlace(root, start, leaves, *sizes)
+    return Domain(batch, length, (condition,), place, start, value_of(seen).device, attentions, unknown, tokens, given)
+
+
+def _size_node(size: Any, graph: fx.Graph) -> Any:
+    if isinstance(size, int):
+        return size
+    found = (node for node in inputs_of(graph) if isinstance(value_of(node), torch.SymInt))
+    return next((node for node in found if expression(value_of(node)) == size), None)
+
+
+def _mask_of(keys: tuple[Any, ...], place: MetadataPlace) -> fx.Node | None:
+    """The input that is a mask whose padding, and nothing else, ``keys`` are."""
+    is_one = len(keys) == len(place.leaves) == 1 and isinstance(keys[0], sympy.Ne)
+    seen = next(iter(place.leaves.values())).node if is_one else None
+    return next((node for node in inputs_of(place.scope.graph) if seen and node.meta.get(SEEN) is seen), None)
 
 
 def _visibility(site: AttentionSite, reader: MaskReader, assume_sorted: bool) -> Visibility:
@@ -163,10 +226,14 @@ def _kernel(site: AttentionSite, visibility: Visibility, settings: Settings) -> 
     if not all(isinstance(size, int) for size in (*sizes, query.shape[1], key.shape[1])):
         return None
     call = dataclasses.replace(
-        AttentionCall.of(query, key, value, site.dropout), dtype=value_of(site.output).dtype, length=None, rows=None
+        AttentionCall.of(query, key, value, site.dropout),
+        dtype=value_of(site.output).dtype,
+        length=None,
+        rows=None,
+        kernels=settings.kernels,
     )
     kernel = choose(call, settings.compiler)
-    return kernel if kernel == "varlen" else None
+    return None if kernel == "flex" else kernel
 
 
 def _sizes(site: AttentionSite) -> tuple[Any, Any]:

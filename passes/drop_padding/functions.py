@@ -120,6 +120,9 @@ class _ByToken(TorchDispatchMode):
             if not _keeps_rows(func, given, read, self.is_token, result):
                 self._refused = Refused(f"{func} is not known to compute token by token")
                 raise self._refused
+            if any(map(self.is_zero, tensors_in(list(given.values())))) and not _is_linear(func, given, self.is_zero):
+                self._refused = Refused(f"{func} of a gradient is not linear")
+                raise self._refused
             self._tokens[id(result)] = result
             if _keeps_zeros(func, given, self.is_zero):
                 self._zeros.add(id(result))
@@ -137,6 +140,16 @@ def _keeps_rows(func: Any, given: dict[str, Any], read: set[str], is_token: Any,
         others = [each for each in given.values() if isinstance(each, Tensor) and not is_token(each)]
         return _is_outermost(result) and all(each.dim() <= 1 for each in others) and result.dim() > 1
     return False
+
+
+def _is_linear(func: Any, given: dict[str, Any], is_zero: Any) -> bool:
+    """Of what is zero where the gradient is, among what :func:`_keeps_rows`: rows may be added up before it or behind.
+
+    But for what two bytes of a floating-point number round.
+    """
+    if func is aten._to_copy.default and (dtype := given.get("dtype")) is not None:
+        return bool(dtype.is_floating_point and dtype.itemsize > 1)
+    return func is not aten.mul.Tensor or not all(map(is_zero, given.values()))
 
 
 def _keeps_zeros(func: Any, given: dict[str, Any], is_zero: Any) -> bool:

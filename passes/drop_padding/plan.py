@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -43,11 +43,12 @@ class Plan:
     Attributes:
         facts: where tokens are in values, those of bodies too.
         steps: of each node that is written, what takes the place of its values, in order.
-        attentions: of tokens. packed: those that are computed of the tokens that count; of the others the results are
-            taken where they stand.
+        attentions: of tokens. packed: those that are computed of the tokens that count; others' results are taken.
         borders: nodes that find tokens put back in what they take: in which operands, and of which values.
         results: of calls of bodies, those with tokens: (value, what the body returns, its place).
         functions: autograd functions, and which operand of theirs has tokens.
+        begun: where tokens begin.
+        same: of ``share_prefixes``; None: each row's tokens are computed. earlier: nodes to move in front of them.
     """
 
     domain: Domain
@@ -58,26 +59,43 @@ class Plan:
     borders: dict[fx.Node, dict[fx.Node, Value]] = field(default_factory=dict)
     results: dict[fx.Node, list[tuple[Value, Value, int]]] = field(default_factory=dict)
     functions: dict[fx.Node, tuple[int, Value]] = field(default_factory=dict)
+    begun: tuple[fx.Node, ...] = ()
+    same: tuple[Entering, ...] | None = None
+    earlier: tuple[fx.Node, ...] = ()
 
 
-def plan_rows(reader: MaskReader, domain: Domain) -> Plan:
+def plan_rows(reader: MaskReader, domain: Domain, *, in_layers: bool = False) -> Plan:
     """What to write for the tokens that count.
+
+    Args:
+        in_layers: what follows may be given these results, and has to know of their zeros.
 
     Raises:
         Refused: something reads tokens that are hidden, in a way that shows.
     """
-    planner = _Planner(reader, domain)
-    planner.read(reader.operators.numbering.root)
+    others: set[fx.Node] = set()
+    while True:
+        planner = _Planner(reader, domain, others, knows_inputs=not in_layers and not domain.is_given)
+        planner.read(reader.operators.numbering.root)
+        if domain.is_given or not (found := planner.unattended()):
+            break
+        others |= found
     planner.check()
+    if in_layers and domain.source is None and any(node.op == "placeholder" for node in planner.begun):
+        raise Refused("what follows cannot be told which tokens are padding, as it can of a mask [B, 1, T, T]")
+    planner.plan.begun = tuple(planner.begun)
     return planner.plan
 
 
 class _Planner:
-    def __init__(self, reader: MaskReader, domain: Domain) -> None:
+    """``others``: where tokens begin that are not under the mask. ``knows_inputs``: hidden inputs are eager's."""
+
+    def __init__(self, reader: MaskReader, domain: Domain, others: Collection[fx.Node], *, knows_inputs: bool) -> None:
         self.reader, self.domain = reader, domain
         self.operators: Operators = reader.operators
         self.numbering = reader.operators.numbering
         self.plan = Plan(domain)
+        self.others, self.begun, self.knows_inputs = others, dict[fx.Node, None](), knows_inputs
         self.written: dict[StorageKey, fx.Node] = {}
         self.unfollowed: set[StorageKey] = set()
         self.inside = {node for each in domain.attentions.values() for node in each.site.inside}
@@ -96,8 +114,30 @@ class _Planner:
         for storage, node in self.written.items():
             if storage in kept:
                 raise Refused("it writes to memory that others see", node)
-        if not self.plan.attentions:
+        if not self.plan.attentions and not self.domain.is_given:
             raise Refused("no attention under the padding mask was reached from token ids or embeddings")
+
+    def unattended(self) -> set[fx.Node]:
+        """Where tokens begin that are not those of the keys of any attention under the padding mask.
+
+        A mask hides keys. Of queries that are other tokens, as of a decoder, it says nothing.
+        """
+        waiting = [self.operators.read(each.site.key, node) for node, each in self.plan.attentions.items()]
+        seen, found = set[Value](), set(self.begun)
+        while waiting:
+            value = resolved(waiting.pop(), self.plan.facts, self.operators)
+            if value is None or value in seen:
+                continue
+            seen.add(value)
+            found.discard(value.node)
+            if value.node in self.plan.results:
+                waiting += [inner for result, inner, _ in self.plan.results[value.node] if result == value]
+            elif value.node in self.plan.attentions:  # its rows are the query's
+                waiting.append(self.operators.read(self.plan.attentions[value.node].site.query, value.node))
+            elif value.node not in self.begun:
+                waiting += self._read_tokens(value.node)
+        root = self.numbering.root.graph
+        return {node for node in found if node.graph is root}
 
     # -- in the order in which nodes run
 
@@ -117,8 +157,8 @@ class _Planner:
                 self._put_back_for(node)
 
     def _begin(self, scope: Scope) -> None:
-        """Embeddings that the graph is given, if it is not given ids."""
-        if any(
+        """Embeddings that the graph is given, if it is not given ids; or those alone that are computed elsewhere."""
+        if not self.domain.is_given and any(
             self.operators.dispatches(node, {aten.embedding}) and self._begins(node) for node in self.numbering.nodes
         ):
             return
@@ -128,12 +168,19 @@ class _Planner:
             if node.op != "placeholder" or not self.operators.is_tensor(Value(node)) or not value.is_floating_point():
                 continue
             shape = self.operators.shape(Value(node))
-            if len(shape) == 3 and shape[:2] == (self.domain.batch, self.domain.length):
-                self.plan.facts[Value(node)] = Tokens((*whole.dims, plain(shape[2])))
+            is_meant = node in self.domain.given if self.domain.is_given else node not in self.others
+            is_rank = len(shape) > 2 if self.domain.is_given else len(shape) == 3
+            if is_meant and is_rank and shape[:2] == (self.domain.batch, self.domain.length):
+                self.begun[node] = None
+                self.plan.facts[Value(node)] = Tokens((*whole.dims, *map(plain, shape[2:])))
 
     def _begins(self, node: fx.Node) -> bool:
+        if self.domain.is_given or node in self.others or not is_call(node):
+            return False
         calls = self.operators.calls(node) or ()
-        return is_call(node) and any(begins(self._reading(node, i, 0, c)) for i, c in enumerate(calls))
+        found = any(begins(self._reading(node, i, 0, c)) for i, c in enumerate(calls))
+        self.begun |= dict.fromkeys([node] if found else [])
+        return found
 
     def _read_tokens(self, node: fx.Node) -> list[Value]:
         """The values with tokens that ``node`` reads."""
@@ -166,14 +213,13 @@ class _Planner:
         attention = self.domain.attentions[node]
         site = attention.site
         found = [self.tokens_of(self.operators.read(each, node)) for each in (site.query, site.key, site.value)]
-        others = [each.value for each in site.mask.parts] if site.mask is not None else []
-        others += [each for each in (site.bias, site.factors) if each is not None]
+        others = [each for each in (site.bias, site.factors) if each is not None]
+        others += [each.value for each in site.mask.parts] if site.mask is not None else []
         others += [self.operators.read(site.sinks, node)] if site.sinks is not None else []
         if any(self.tokens_of(each) is not None for each in others):
             raise Refused("the scores of an attention are changed by what is computed of its tokens", node)
         if all(each is None for each in found):
-            inside = any(self._read_tokens(each) for each in (*site.inside, node))
-            if inside:
+            if any(self._read_tokens(each) for each in (*site.inside, node)):
                 raise Refused("a part of an attention reads tokens", node)
             return False
         rows, (span,) = self.domain.whole.dims
@@ -238,9 +284,9 @@ class _Planner:
             self.plan.steps[node] = []  # an item of several results
             return
         effects = self.numbering.effects[node]
-        if effects.kind in (Kind.NOTHING, Kind.ASSERT) or (effects.kind is Kind.PURE and not node.users):
-            if effects.kind is Kind.ASSERT:
-                raise Refused("an assertion reads tokens", node)
+        if effects.kind is Kind.ASSERT:
+            raise Refused("an assertion reads tokens", node)
+        if effects.kind is Kind.NOTHING or (effects.kind is Kind.PURE and not node.users):
             return
         if node in self.domain.unknown:
             raise Refused(self.domain.unknown[node], node)
@@ -263,7 +309,7 @@ class _Planner:
         """The operand of an autograd function that has tokens, if its result has one row for each, too."""
         read = [self.operators.read(each, node) if isinstance(each, fx.Node) else None for each in operands_of(node)]
         found = [(i, value) for i, value in enumerate(read) if value is not None and self.tokens_of(value) is not None]
-        if len(found) != 1 or self.anchor(node) is not node:
+        if len(found) != 1 or self._start_of(node) is not node:
             raise Refused("an autograd function does not take one operand of tokens")
         ((place, value),) = found
         tokens, whole = self.tokens_of(value), self.domain.whole.dims
@@ -283,7 +329,8 @@ class _Planner:
             for leaf in range(len(call.recorded.results)) if call.operator in LISTS else (0,):
                 value = Value(node, number, leaf)
                 made = self._reading(node, number, leaf, call)
-                is_of_tokens = any(self.tokens_of(each) is not None for each in used) or begins(made)
+                is_of_tokens = any(self.tokens_of(each) is not None for each in used)
+                is_of_tokens |= node in self.begun and begins(made)
                 self._require_own_writes(call)
                 if not is_of_tokens:
                     continue
@@ -324,7 +371,7 @@ class _Planner:
         Raises:
             Refused: an operand is not at hand where the step is written.
         """
-        at = self.anchor(node)
+        at = self._start_of(node)
         if at is not node and self.operators.mode(at) != self.operators.mode(node):
             raise Refused("it runs in another mode than what stands behind the mask")
         if isinstance(step, Same):
@@ -352,7 +399,7 @@ class _Planner:
                 return self.operators.value(node)
         raise Refused("a size is not known when the graph is compiled")
 
-    def anchor(self, node: fx.Node) -> fx.Node:
+    def _start_of(self, node: fx.Node) -> fx.Node:
         """Before which node ``node`` is written: the tokens must be known there."""
         start = self.domain.start
         is_before = node.graph is start.graph and node < start
@@ -390,7 +437,7 @@ class _Planner:
 
     def _may_read(self, node: fx.Node, found: list[Value]) -> bool:
         """Does ``node`` find what it finds in eager, or one token of each row, in what is put back with zeros?"""
-        found = [each for each in map(self._resolved, found) if each.node.op != "placeholder"]
+        found = [each for each in map(self._resolved, found) if each.node.op != "placeholder" or not self.knows_inputs]
         if all(self.plan.facts[each].is_zero for each in found):
             return True
         return picks_single_tokens(node, self.tokens_of, self.reader)

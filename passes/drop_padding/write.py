@@ -61,14 +61,47 @@ class _Writer:
         with self.make.before(start, self.operators.mode(start)):
             place = self.domain.place
             vectors = MetadataVectors(self.make, self.reader, place, {}, place.batch, place.length, self.domain.device)
-            self.seen = vectors.seen(self.domain.keys)
-            found = self.make.call(_glue.token_rows.default, self.seen)
-            self.rows, self.numbers, self.starts = (self.make.call(_getitem, found, i) for i in range(3))
-            self.count = self.make.size(self.rows, 0)
+            self.seen = self.first = vectors.seen(self.domain.keys)
             self.batch, self.length = self.make.size(self.seen, 0), self.make.size(self.seen, 1)
+            if self.plan.same is not None:
+                self._share(self.plan.same)
+            self.rows, self.numbers, self.starts = self._rows_of(self.first)
+            self.count = self.make.size(self.rows, 0)
+            if self.plan.same is not None:
+                self.to_all, self.all_starts, self.to_first = self._all_rows()
             for value, tokens in self.plan.facts.items():
                 if value.node.op == "placeholder" and value.node.graph is start.graph:
                     self.taken[value] = root, self._take(value.node, tokens, root)
+
+    def _rows_of(self, seen: fx.Node) -> list[fx.Node]:
+        found = self.make.call(_glue.token_rows.default, seen)
+        return [self.make.call(_getitem, found, i) for i in range(3)]
+
+    def _share(self, same: tuple[Entering, ...]) -> None:
+        """Tokens of several rows are one where all is the same up to there and no label of theirs counts."""
+        make, start, root = self.make, self.domain.start, self.numbering.root
+        for node in self.plan.earlier:
+            start.prepend(node)
+        equal, alone = [], []
+        for each in same:
+            given = self.operators.node_of(each.value)
+            assert given is not None
+            node, _ = self._of_all(given, each.tokens, root, each.ignored)
+            if each.ignored is None:
+                equal.append(node)
+            else:
+                alone.append(make.call(aten.ne.Scalar, node, each.ignored))
+        found = make.call(_glue.shared_tokens.default, self.seen, equal, alone)
+        self.first, self.of = (make.call(_getitem, found, i) for i in range(2))
+        self.counts["shared_prefixes"] += 1
+
+    def _all_rows(self) -> tuple[fx.Node, fx.Node, fx.Node]:
+        """Of the tokens that count in each row of the batch: which of ``self.rows`` they are, where rows begin, and
+        which of them ``self.rows`` are."""
+        rows, numbers, starts = self._rows_of(self.seen)
+        places = self.make.call(aten.index_select.default, self.of, 0, rows)
+        to_all = self.make.call(aten.index_select.default, self.numbers, 0, places)
+        return to_all, starts, self.make.call(aten.index_select.default, numbers, 0, self.rows)
 
     # -- in the order in which nodes run
 
@@ -209,6 +242,10 @@ class _Writer:
         """Attention with a document for each row of the batch."""
         make, attention = self.make, self.plan.attentions[node]
         operands = [self._found(each, scope) for each in self.plan.packed[node]]
+        starts = self.starts
+        if self.plan.same is not None:  # each row of the batch is a whole document
+            starts = self.all_starts
+            operands = [self._spread(each, self.to_all, scope) for each in operands]
         expected = value_of(node)
         operands = [
             each if value_of(each).dtype == expected.dtype else make.call(aten.to.dtype, each, expected.dtype)
@@ -217,19 +254,42 @@ class _Writer:
         is_swapped = self.domain.batch != 1  # [tokens, H, 1, D]
         if is_swapped:
             operands = [make.call(aten.transpose.int, each, 0, 2) for each in operands]
-        starts, length = self._brought(self.starts, scope), self._brought(self.length, scope)
-        settings = (attention.visibility.is_causal, -1, attention.site.scale)
+        starts, length = self._brought(starts, scope), self._brought(self.length, scope)
+        implementation = "flash4" if attention.kernel == "flash4" else "flash2"
+        settings = (attention.visibility.is_causal, -1, attention.site.scale, None, implementation)
         result = make.call(_glue.packed_attention.default, *operands, starts, length, *settings)
         result = make.call(aten.transpose.int, result, 0, 2) if is_swapped else result
+        if self.plan.same is not None:
+            result = self._spread(result, self.to_first, scope)
         return result if expected.dim() == 4 else make.call(aten.flatten.using_ints, result, 0, 1)
+
+    def _spread(self, node: fx.Node, index: fx.Node, scope: Scope) -> fx.Node:
+        return self.make.call(_glue.spread_rows.default, node, self._brought(index, scope))
 
     # -- between tokens and rows of them
 
     def _context(self, scope: Scope) -> list[fx.Node]:
-        return [self._brought(each, scope) for each in (self.rows, self.numbers, self.seen)]
+        return [self._brought(each, scope) for each in (self.rows, self.numbers, self.first, self.starts)]
 
     def _take(self, node: fx.Node, tokens: Tokens, scope: Scope, ignored: int | None = None) -> fx.Node:
         """``[B, T, ...]`` in whatever order → the same with one row of the tokens that count."""
+        make = self.make
+        node, order = self._of_all(node, tokens, scope, ignored)
+        if ignored is not None:
+            rows, starts, seen = (self._brought(each, scope) for each in (self.rows, self.starts, self.seen))
+            node = make.call(_glue.target_rows.default, node, rows, seen, starts, ignored)
+        else:
+            node = make.call(aten.flatten.using_ints, node, 0, 1)
+            node = make.call(_glue.take_rows.default, node, *self._context(scope))
+        if any(isinstance(part, Rows) for part in tokens.parts):
+            node = make.call(aten.unsqueeze.default, node, 1)
+        node = self._permuted(node, _inverse(order))
+        if tokens.is_split:
+            return node
+        return make.call(aten.reshape.default, node, self._argument(taken_sizes(tokens), node, scope))
+
+    def _of_all(self, node: fx.Node, tokens: Tokens, scope: Scope, ignored: int | None) -> tuple[fx.Node, list[int]]:
+        """``[B, T, ...]`` in that order, and which of its dimensions each of ``tokens`` is."""
         make, parts = self.make, tokens.parts
         rows, span, order = _places(parts)
         missing = len(tokens.dims) - value_of(node).dim()
@@ -249,19 +309,7 @@ class _Writer:
         others = value_of(node).dim() - 2
         batch, length = self._brought(self.batch, scope), self._brought(self.length, scope)
         node = self._widened(node, parts[span], length, others, ignored)
-        node = make.call(aten.expand.default, node, [batch, length, *[-1] * others])
-        if ignored is not None:
-            indices, _, seen = self._context(scope)
-            node = make.call(_glue.target_rows.default, node, indices, seen, ignored)
-        else:
-            node = make.call(aten.flatten.using_ints, node, 0, 1)
-            node = make.call(_glue.take_rows.default, node, *self._context(scope))
-        if rows is not None:
-            node = make.call(aten.unsqueeze.default, node, 1)
-        node = self._permuted(node, _inverse(order))
-        if tokens.is_split:
-            return node
-        return make.call(aten.reshape.default, node, self._argument(taken_sizes(tokens), node, scope))
+        return make.call(aten.expand.default, node, [batch, length, *[-1] * others]), order
 
     def _put(self, known: Value, old: fx.Node, scope: Scope) -> fx.Node:
         """The tensor that a reader of ``old`` finds, with zeros for tokens that are hidden."""
@@ -281,6 +329,8 @@ class _Writer:
         if rows is not None:
             node = make.call(aten.squeeze.dim, node, 1)
         node = make.call(_glue.put_rows.default, node, *self._context(scope))
+        if self.plan.same is not None:
+            node = self._spread(node, self.of, scope)
         batch, length = self._brought(self.batch, scope), self._brought(self.length, scope)
         if rows is not None:
             node = make.call(aten.unflatten.int, node, 0, [batch, length])

@@ -26,7 +26,6 @@ class FuseDequantization(PairPass):
 
     name: ClassVar[str] = "fuse_dequantization"
     numerics: ClassVar[Numerics] = Numerics.CLOSE
-    changes_peak: ClassVar[bool] = False
 
     def wants_pairs(self, graph: fx.GraphModule, options: GlueOptions) -> bool:
         return any(is_candidate(node) for gm in bodies.graph_modules(graph) for node in gm.graph.nodes)

@@ -32,9 +32,10 @@ from glue_compiler.pipeline.results import Skip
 DEVICES = ("cpu", "cuda")
 
 _READ_MASKS = {torch.ops.glue.mask_blocks.default, torch.ops.glue.mask_in_whole_blocks.default}
-_DOCUMENTS = torch.ops.glue.mask_documents.default
-_OFFSETS = torch.ops.glue.exact_document_offsets.default
-"""Depend on their operands alone. The latter wait for the device, and follow the former in each layer."""
+_OF_MASKS = {torch.ops.glue.mask_documents.default, torch.ops.glue.token_rows.default}
+"""What each layer computes of the mask that it is given."""
+_WAITING = {torch.ops.glue.exact_document_offsets.default, torch.ops.glue.token_rows.default}
+"""Wait for the device, and depend on their operands alone."""
 _COPY = torch.ops.glue.materialized.default
 
 _FLOATING = (
@@ -139,7 +140,7 @@ class _Planner:
             if not isinstance(value, int | torch.SymInt):  # the size of a mask is known without it
                 self.masks.add(node)
         effects, occurrence = self._effects(node), self.occurrences[node]
-        if effects.kind not in (Kind.PURE, Kind.ASSERT) and node.target is not _OFFSETS:
+        if effects.kind not in (Kind.PURE, Kind.ASSERT) and node.target not in _WAITING:
             return f"it depends on '{node.name}', which is not a pure operator"
         if occurrence.last_write:
             return "memory that it reads is written before it, or something that is not understood runs before it"
@@ -188,7 +189,7 @@ class _Planner:
         return chosen
 
     def _is_costly(self, node: fx.Node) -> bool:
-        if self._effects(node).syncs or node.target is _DOCUMENTS:
+        if self._effects(node).syncs or node.target in _OF_MASKS:
             return True
         if not own_storages(node):
             return False

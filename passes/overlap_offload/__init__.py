@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import glue_compiler.ops.offload  # noqa: F401  a graph from the cache calls the operators, and no pass runs for it
-from glue_compiler.byte_sizes import with_unit
 from glue_compiler.compat import inductor, offload_policies
-from glue_compiler.errors import GlueOffloadError, GlueWarning
+from glue_compiler.errors import GlueOffloadError
 from glue_compiler.fx import bodies
 from glue_compiler.fx.values import value_of
 from glue_compiler.passes.overlap_offload.checker import check_offload
 from glue_compiler.passes.overlap_offload.copies import find_round_trips, may_copy, save_sources
-from glue_compiler.passes.overlap_offload.memory import peak_of
 from glue_compiler.passes.overlap_offload.rewrite import apply_schedule
 from glue_compiler.passes.overlap_offload.saved_tensors import RegionTensors, find_saved_tensors
 from glue_compiler.passes.overlap_offload.schedule import schedule_moves
@@ -29,7 +26,6 @@ if TYPE_CHECKING:
     from glue_compiler.options import GlueOptions
 
 BUFFERS = 2
-FITS = "nothing to move: the predicted peak is below the budget"
 ONLY_LAST = "nothing to move: only the last region has a saved input, which backward needs at once"
 NO_REGION = (
     "no checkpointed region with a saved input that the graph itself makes: nothing to move "
@@ -40,11 +36,9 @@ NO_REGION = (
 class OverlapOffload(PairPass):
     """Move saved tensors to the host, with copies that overlap with compute.
 
-    Which: the inputs of checkpointed regions (``options={"offload": "checkpoints"}``); with ``memory_budget`` what
-    ``plan_memory`` says, or, without a plan, those inputs unless the step is predicted to fit; what a selective
-    checkpoint policy marks with ``MUST_CPU_OFFLOAD`` or ``PREFER_CPU_OFFLOAD``; and what the graph copies to the host
-    and back by itself. Counts: ``regions`` found, ``moved`` tensors, ``bytes`` moved in a step (an upper bound with
-    dynamic shapes); with a budget also ``predicted_peak``.
+    Which: the inputs of checkpointed regions (``options={"offload": "checkpoints"}``); what a selective checkpoint
+    policy marks with ``MUST_CPU_OFFLOAD`` or ``PREFER_CPU_OFFLOAD``; and what the graph copies to the host and back by
+    itself. Counts: ``regions`` found, ``moved`` tensors, ``bytes`` moved in a step (with dynamic shapes at most).
 
     Bitwise as long as operators run one by one: a compiler that fuses rounds a tensor that is written out.
     """
@@ -53,17 +47,17 @@ class OverlapOffload(PairPass):
     numerics: ClassVar[Numerics] = Numerics.BITWISE
 
     def cache_options(self, options: GlueOptions) -> Any:
-        return options.offload, options.pinned_limit, options.budget
+        return options.offload, options.pinned_limit
 
     def is_asked_for(self, options: GlueOptions) -> bool:
-        return _moves_inputs(options) or offload_policies.torch_offloads()
+        return options.offload is not None or offload_policies.torch_offloads()
 
     def wants_pairs(self, graph: fx.GraphModule, options: GlueOptions) -> bool:
         policies = any(map(offload_policies.has_selective_policy, bodies.graph_modules(graph)))
         return self.is_asked_for(options) or policies or may_copy(graph)
 
     def inductor_options(self, options: GlueOptions) -> Mapping[str, Any]:
-        if not _moves_inputs(options):
+        if options.offload is None:
             return {}
         # Reordering for peak memory does not know that a start returns before its copy has ended. Data dependencies
         # keep starts and waits in order all the same, so whoever asked for no offload keeps it. And what a later value
@@ -78,13 +72,12 @@ class OverlapOffload(PairPass):
         trips, skips = find_round_trips(pair)
         trips = list(context.fuel.allowed((f"reschedule the copies of {t.source.name}", t) for t in trips))
         save_sources(pair, trips)
-        asked = _moves_inputs(options) and not offload_policies.has_plan(pair.forward)
-        fits = options.budget is not None and _peak(pair, context) <= options.budget
+        asked = options.offload is not None
         regions, more = find_saved_tensors(
-            pair, context.shape_env, all_inputs=asked and not fits, copied=[trip.source for trip in trips]
+            pair, context.shape_env, all_inputs=asked, copied=[trip.source for trip in trips]
         )
         skips += more
-        if _moves_inputs(options) and _is_on_the_host(regions):
+        if asked and _is_on_the_host(regions):
             skips.insert(
                 0, Skip("this is a CPU: checkpoint inputs are in host memory anyway, and moving frees nothing")
             )
@@ -98,28 +91,13 @@ class OverlapOffload(PairPass):
             tensors = [move.one for region in schedule.moves for move in region]
             counts |= {"moved": len(tensors), "bytes": sum(one.nbytes for one in tensors)}
         elif asked:
-            skips.append(Skip(FITS if fits else ONLY_LAST if regions else NO_REGION))
-        if options.budget is not None:
-            peak = _peak(pair, context)
-            counts |= {"predicted_peak": peak, "memory_budget": options.budget}
-            skips += _over_budget(peak, options.budget)
+            skips.append(Skip(ONLY_LAST if regions else NO_REGION))
         return PassResult(changed=bool(schedule.moves), counts=counts, skips=tuple(skips))
 
 
 def _moved(regions: Sequence[RegionTensors]) -> list[int]:
-    """All but the last, which backward needs at once, and but those of no bytes; what must move, wherever it is.
-
-    A plan has left out what backward needs at once.
-    """
-    return [
-        region.index
-        for region in regions
-        if region.is_required or region.is_planned or (region.nbytes and region is not regions[-1])
-    ]
-
-
-def _moves_inputs(options: GlueOptions) -> bool:
-    return options.offload is not None or options.budget is not None
+    """All but the last, which backward needs at once, and but those of no bytes; what must move, wherever it is."""
+    return [each.index for each in regions if each.is_required or (each.nbytes and each is not regions[-1])]
 
 
 def _is_on_the_host(regions: list[RegionTensors]) -> bool:
@@ -131,22 +109,6 @@ def _allowed(regions: list[RegionTensors], moved: Collection[int], fuel: Fuel) -
     """The regions that may move. What the graph itself moved was asked for before, and must move again."""
     own = {region.index for region in regions if any(one.wish == "copy" for one in region.tensors)}
     return [index for index in moved if index in own or fuel.take(f"move the tensors of region {index}")]
-
-
-def _peak(pair: TrainingPair, context: PassContext) -> int:
-    return peak_of(pair, context.shape_env, only_realised=context.options.compiler == "inductor")
-
-
-def _over_budget(peak: int, budget: int) -> list[Skip]:
-    """Says so, once in the report and once as a warning, when the peak is not below the budget after all."""
-    if peak <= budget:
-        return []
-    reason = (
-        f"the memory_budget of {with_unit(budget)} cannot be kept: a peak of {with_unit(peak)} is "
-        "predicted. A shorter sequence, a smaller batch or more checkpointed regions lower it."
-    )
-    warnings.warn(f"glue: {reason}", GlueWarning, stacklevel=2)
-    return [Skip(reason)]
 
 
 def _preferred_but_left(regions: Sequence[RegionTensors], moved: Collection[int]) -> list[Skip]:

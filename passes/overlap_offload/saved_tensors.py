@@ -28,9 +28,9 @@ from glue_compiler.fx.values import (
 from glue_compiler.ops.copy_engine import why_no_copies
 from glue_compiler.pipeline.results import Skip
 
-Wish = Literal["region", "plan", "prefer", "must", "copy"]
-"""Why a tensor would move: it is a checkpointed region's input, ``plan_memory`` says so, a selective policy prefers it
-or insists on it, or the graph moved it already."""
+Wish = Literal["region", "prefer", "must", "copy"]
+"""Why a tensor would move: it is a checkpointed region's input, a selective policy prefers it or insists on it, or the
+graph moved it already."""
 
 
 @dataclass(frozen=True)
@@ -88,10 +88,6 @@ class RegionTensors:
         """Does it move even where copies cannot be hidden?"""
         return any(one.wish in ("must", "copy") for one in self.tensors)
 
-    @property
-    def is_planned(self) -> bool:
-        return any(one.wish == "plan" for one in self.tensors)
-
 
 @dataclass(frozen=True)
 class _Uses:
@@ -133,8 +129,6 @@ def find_saved_tensors(
         if isinstance(group, int) and len(started) <= 1:
             begins[group] = min(begins.get(group, len(backward)), *taken_uses)
         wish: Wish | None = "copy" if saved in copied else offload_policies.wish_of(saved)
-        if offload_policies.is_planned(storage_root(saved)):  # the partitioner may save a view of what was planned
-            wish = wish or "plan"
         # Parameters are read by regions too, and each would be a skip.
         if wish is None and started and all_inputs and not checkpoint_tags.is_graph_input(saved):
             wish = "region"

@@ -34,7 +34,6 @@ class ShareLayers(PairPass):
 
     name: ClassVar[str] = "share_layers"
     numerics: ClassVar[Numerics] = Numerics.BITWISE
-    changes_peak: ClassVar[bool] = False
 
     def cache_options(self, options: GlueOptions) -> Any:
         return options.compiler

@@ -8,10 +8,10 @@ import sympy
 from torch import fx
 
 from glue_compiler.fx.index_expressions import IndexReader
-from glue_compiler.fx.index_numbers import Expression
+from glue_compiler.fx.index_numbers import Expression, as_boolean
 from glue_compiler.fx.index_views import Index
 from glue_compiler.fx.operators import OWN, Operators, Value
-from glue_compiler.ops.known_masks import KNOWN, MaskKind
+from glue_compiler.ops.known_masks import KNOWN, SEEN, MaskKind
 
 
 class MaskReader(IndexReader):
@@ -41,6 +41,8 @@ class MaskReader(IndexReader):
             conditions += [query - key < kind.window, key - query < kind.window]
         if kind.has_documents:
             conditions.append(sympy.Eq(self._document(value, index, query), self._document(value, index, key)))
+        if kind.has_padding:
+            conditions.append(as_boolean(self.read(Value(value.node.meta[SEEN]), (index[0], key))))
         shown = sympy.And(*conditions)
         return shown if kind.hidden is None else sympy.Piecewise((0, shown), (sympy.Float(kind.hidden), True))
 

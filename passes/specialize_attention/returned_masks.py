@@ -15,9 +15,13 @@ from glue_compiler.passes.specialize_attention.masks import UnknownMask, classif
 from glue_compiler.pipeline.results import Skip
 
 
-def returned_masks(reader: MaskReader, *, assume_sorted: bool) -> tuple[dict[int, MaskKind], list[Skip]]:
-    """What masks that the graph returns show, by their positions; and why it is not known of the others."""
-    kinds, skips = dict[int, MaskKind](), list[Skip]()
+def returned_masks(reader: MaskReader, *, assume_sorted: bool) -> tuple[dict[int, tuple[MaskKind, int]], list[Skip]]:
+    """What masks that the graph returns show, by their positions; and why it is not known of the others.
+
+    With a number that is equal for those that hide the same padding.
+    """
+    kinds, skips = dict[int, tuple[MaskKind, int]](), list[Skip]()
+    paddings = dict[frozenset[Any], int]()
     graph = reader.operators.numbering.root.graph
     output = graph.output_node()
     returned: Any = output.args[0]
@@ -29,20 +33,23 @@ def returned_masks(reader: MaskReader, *, assume_sorted: bool) -> tuple[dict[int
                 if any(sharing[storage] > 1 for storage in storages_of(value_of(node))):
                     # Compilers return views with version counters of their own: a write to one shows in no other.
                     raise UnknownMask("an input or another result lies in its memory")
-                kinds[position] = _kind(node, output, reader, assume_sorted)
+                kind, keys = _kind(node, output, reader, assume_sorted)
+                kinds[position] = kind, paddings.setdefault(keys, len(paddings))
             except UnknownMask as reason:
                 skips.append(Skip.at(node, f"the graph returns this mask, and others have to read it: {reason}"))
     return kinds, skips
 
 
-def _kind(node: fx.Node, output: fx.Node, reader: MaskReader, assume_sorted: bool) -> MaskKind:
+def _kind(node: fx.Node, output: fx.Node, reader: MaskReader, assume_sorted: bool) -> tuple[MaskKind, frozenset[Any]]:
+    """And the conditions on keys that it hides padding by."""
     value = reader.operators.read(node, output)
     shape = expressions(value_of(node).shape)
     batch = shape[0] if len(shape) == 4 else 1
     is_added = value_of(node).dtype.is_floating_point
     mask = Mask(value, "added" if is_added else "shows", None)
     found = classify_mask(mask, batch, shape[-1], reader, assume_sorted=assume_sorted)
-    if found.keys:
-        raise UnknownMask(f"it is {found.name}, and block lists of its values are as good")
+    if found.keys and (found.documents or len(shape) != 4):
+        raise UnknownMask(f"it is {found.name}, and its values do not tell padding from where a document begins")
     hidden = hidden_number(mask, batch, reader) if is_added else None
-    return MaskKind(bool(found.documents), found.is_causal, found.window, hidden)
+    kind = MaskKind(bool(found.documents), found.is_causal, found.window, hidden, bool(found.keys))
+    return kind, frozenset(found.keys)

@@ -54,7 +54,7 @@ def test_a_row_of_layers_moves_all_inputs_but_the_last():
 def test_the_longest_sequence_takes_rows_and_needs_a_budget(capsys):
     with pytest.raises(SystemExit):
         main(["--longest"])
-    assert "need --budget" in capsys.readouterr().err
+    assert "needs --budget" in capsys.readouterr().err
     if not torch.cuda.is_available():
         with pytest.raises(RuntimeError, match="measured on a GPU"):
             main(["--longest", "--budget", "24GiB", "--rows", "layers-none,layers-glue"])

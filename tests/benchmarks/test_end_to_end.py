@@ -226,11 +226,8 @@ def test_operations_of_attention_are_those_that_documents_and_windows_show():
 
 
 def test_a_variant_that_plans_names_its_budget():
-    assert variant_of("plan-9.6GiB").options == (("memory_budget", "9.6GiB"),)
-    assert not variant_of("plan-9.6GiB").by_layers
-    assert variant_of("plan-9.6GiB-layers").options == (("memory_budget", "9.6GiB"),)
-    assert variant_of("plan-9.6GiB-layers").by_layers
-    assert dict(variant_of("plan-0.5-regions").options) == {"memory_budget": "0.5", "regions": "auto"}
+    assert variant_of("plan-9.6GiB-regions").options == (("memory_budget", "9.6GiB"),)
+    assert dict(variant_of("plan-0.5-regions-dropped").options) == {"memory_budget": "0.5", "padding": "drop"}
     assert variant_of("glue") is VARIANTS["glue"]
     with pytest.raises(ValueError, match="no variant 'glu-layers'; did you mean 'glue-layers'"):
         variant_of("glu-layers")

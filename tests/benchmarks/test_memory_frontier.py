@@ -8,9 +8,8 @@ import torch
 from benchmarks.memory_frontier import Stepper, prepare
 
 
-def test_rows_of_glue_can_be_unshared(monkeypatch):
-    monkeypatch.setenv("FRONTIER_DUMP", "folder")
-    for row in ("keep", "offload", "plan-24GiB", "plan-24GiB-whole"):
+def test_rows_of_glue_can_be_unshared():
+    for row in ("keep", "offload", "plan-24GiB"):
         run, settings = prepare(row)
         unshared_run, unshared = prepare(f"{row}-unshared")
         options = {**settings.get("options", {}), "passes": {"share_layers": False}}
@@ -23,13 +22,11 @@ def test_other_rows_are_refused(row):
         prepare(row)
 
 
-def test_plans_are_of_regions_or_whole(monkeypatch):
-    monkeypatch.setenv("FRONTIER_DUMP", "folder")
+def test_plans_are_of_regions():
     options = prepare("regions")[1]["options"]
     assert options["regions"] == "auto"
     assert options["memory_budget"] is None
     assert prepare("plan-24GiB")[1]["options"] == {**options, "memory_budget": "24GiB"}
-    assert "regions" not in prepare("plan-24GiB-whole")[1]["options"]
 
 
 @pytest.mark.parametrize(("row", "compiled"), [("inductor", "model"), ("inductor-layers", "layer")])

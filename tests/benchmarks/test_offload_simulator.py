@@ -7,9 +7,7 @@ from hypothesis import given
 
 from benchmarks.offload_simulator import Link, Region
 from benchmarks.step_timeline import memory_over_time, simulate
-from glue_compiler.passes.plan_memory.moves import Times, step_seconds
 from tests.benchmarks.schedules import (
-    BANDWIDTHS,
     BUFFERS,
     LINKS,
     any_time,
@@ -232,13 +230,3 @@ def test_the_compute_engine_works_or_waits_from_the_first_second_to_the_last(ste
     assert events[0].start == 0
     assert events[-1].end == timeline.step_seconds
     assert all(one.end == other.start for one, other in pairwise(events))
-
-
-@any_time
-@given(steps(), BANDWIDTHS)
-def test_a_plan_counts_the_same_seconds(step, bandwidth):
-    regions, moved = step
-    times = Times({r.index: r.forward_seconds for r in regions}, {r.index: r.backward_seconds for r in regions})
-    copying = {r.index: r.nbytes / bandwidth for r in regions if r.index in moved}
-    found = simulate(regions, Link(bandwidth, bandwidth, 0.0), moved, "overlapped").step_seconds
-    assert step_seconds(times, copying) == pytest.approx(found)

@@ -20,8 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.distributed.training import Engine
 
 
-def ddp(compiles_inside=False, accumulates=False, **how: Any) -> Engine:
+def ddp(compiles_inside=False, accumulates=False, checkpoints=False, **how: Any) -> Engine:
     def prepare(model, compiles):
+        if checkpoints:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
         # Of 1 MiB whatever is asked for; of the process, so each engine sets it.
         torch.distributed._DEFAULT_FIRST_BUCKET_BYTES = int(how.get("bucket_cap_mb", 2) * 2**19)
         if compiles_inside == "layers":
@@ -164,6 +166,10 @@ FSDP = {
     "after, accumulates": fsdp("after", accumulates=True),
 }
 IN_REGIONS = {"before": FSDP["before"], "after": FSDP["after"], "checkpointed": fsdp("after", checkpoints=True)}
+PLANNED = {
+    "outside": ddp(checkpoints=True),
+    "inside, no_sync": ddp(compiles_inside=True, checkpoints=True, accumulates=True),
+}
 HSDP = {
     "layers": fsdp("layers", shape=(2, 2)),
     "after": fsdp("after", shape=(2, 2)),

@@ -5,13 +5,18 @@ Lengths differ on each rank and in each step. Every rewrite that the engine leav
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
+import torch.distributed as dist
 
 pytest.importorskip("transformers")
 
+from glue_compiler.handoff import layer_variants
 from tests.distributed import engines
 from tests.distributed.ranks import Ranks
 from tests.distributed.training import Trained, assert_same, reference, train
+from tools.fuzz.small_steps import EachRole
 
 pytestmark = pytest.mark.slow
 
@@ -74,6 +79,22 @@ def test_fsdp_in_regions(two_ranks, name):
     for each in found:
         assert attentions(each.counts) in (2, 3), each.counts
         assert each.counts[LOSSES] == 2
+
+
+def run_planned(name: str) -> tuple[Trained, int]:
+    plan = EachRole(first=2 * dist.get_rank())  # no layer has the same role on both ranks
+    planned = {"memory_on": lambda device: device, "LayerPlan": lambda *_: plan}
+    with mock.patch.multiple(layer_variants, **planned):
+        found = train(engines.PLANNED[name], "qwen3", {"memory_budget": 1}, LAYERS)
+    return found, plan.asked
+
+
+@pytest.mark.parametrize("name", engines.PLANNED)
+def test_ranks_that_keep_other_layers(two_ranks, name):
+    engine = engines.PLANNED[name]
+    found = two_ranks.run(run_planned, name)
+    assert_same([each for each, _ in found], reference(2, "qwen3", engine.parts, engine.steps, **LAYERS), engine)
+    assert {asked for _, asked in found} == {5 * engine.steps * engine.parts}
 
 
 @pytest.mark.parametrize("name", engines.HSDP)

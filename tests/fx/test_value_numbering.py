@@ -90,3 +90,27 @@ def test_numbering_changes_nothing():
     before = [(str(node.format_node()), str(node.meta.get("example_value"))) for node in run.graph.graph.nodes]
     number_values(run.graph, EffectAnalysis.for_graph(run.graph))
     assert [(str(node.format_node()), str(node.meta.get("example_value"))) for node in run.graph.graph.nodes] == before
+
+
+def contents_behind_a_write(x, *, recorded):
+    def fn(x):
+        y = x * 2
+        with torch.set_grad_enabled(recorded):
+            y.mul_(3)
+        return y + 1
+
+    numbering = numbering_of(fn, x)
+    made, written, read = (
+        next(node for node in numbering.nodes if getattr(node.target, "__name__", node.target) == name)
+        for name in ("mul", "mul_", "add")
+    )
+    return numbering.contents(made, read), written
+
+
+def test_what_is_written_without_autograd_passes_gradients_by():
+    """Gradients of the tensor go past the write, to what it was made of."""
+    found, _ = contents_behind_a_write(torch.ones(2, requires_grad=True), recorded=False)
+    assert found is None
+    for given, recorded in ((torch.ones(2, requires_grad=True), True), (torch.ones(2), False)):
+        found, written = contents_behind_a_write(given, recorded=recorded)
+        assert found is written

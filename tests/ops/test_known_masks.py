@@ -9,7 +9,16 @@ import pytest
 import torch
 
 from glue_compiler.ops import known_masks
-from glue_compiler.ops.known_masks import MaskKind, kind_of, mask_documents, may_be_mask, remember
+from glue_compiler.ops.known_masks import (
+    MaskKind,
+    kind_of,
+    mask_documents,
+    mask_of,
+    may_be_mask,
+    remember,
+    remember_tokens,
+    seen_of,
+)
 
 KIND = MaskKind(True, True, -1)
 
@@ -75,6 +84,47 @@ def test_a_write_ends_it(write):
     with torch.no_grad():
         write(mask)
     assert kind_of(mask) is None
+
+
+PADDED = MaskKind(False, True, -1, has_padding=True)
+
+
+def tokens_of(mask):
+    tokens = torch.zeros(1, 6, 4)
+    remember_tokens(tokens, mask)
+    return tokens
+
+
+def test_tokens_know_their_mask_until_one_of_both_is_written():
+    mask = causal()
+    mask[..., 4:] = False
+    remember(mask, PADDED)
+    first = tokens_of(mask)
+    second = tokens_of(first)
+    assert mask_of(first) is mask_of(second) is mask
+    assert seen_of(first).tolist() == [[True] * 4 + [False] * 2]
+    assert seen_of(first) is seen_of(second) is seen_of(mask)
+    assert mask_of(first.clone()) is None
+    first.add_(1)
+    assert mask_of(first) is None
+    assert mask_of(second) is mask
+    mask[..., 3] = False
+    assert mask_of(second) is None
+
+
+@pytest.mark.parametrize("of", [lambda tokens, mask: mask_of(tokens), lambda tokens, mask: kind_of(mask)])
+def test_nothing_is_known_of_memory_that_is_gone(monkeypatch, of):
+    """As that of an earlier replay of a CUDA graph, whose place cannot be asked."""
+    mask = causal()
+    remember(mask, PADDED)
+    tokens = tokens_of(mask)
+    assert of(tokens, mask) is not None
+
+    def gone(_):
+        raise RuntimeError("accessing a tensor output of CUDAGraphs that has been overwritten")
+
+    monkeypatch.setattr(known_masks, "_state_of", gone)
+    assert of(tokens, mask) is None
 
 
 def test_what_is_remembered_again_holds_again():

@@ -51,13 +51,75 @@ def assert_trains_as_eager(build: Any, **changes: Any) -> None:
                 torch.testing.assert_close(names[name], gradient, rtol=1e-3, atol=1e-4, msg=name)
 
 
-def supervised(folder: Any, data: Any) -> Any:
+def rows_of(*names: str) -> Any:
+    generator = random.Random(0)
+    return datasets.Dataset.from_list([{name: words(generator, 3, 8) for name in names} for _ in range(16)])
+
+
+def supervised(folder: Any, data: Any, *, layers: int = LAYERS, **given: Any) -> Any:
     def build(**changes: Any) -> Any:
         torch._dynamo.reset()
+        torch.manual_seed(0)
         return trl.SFTTrainer(
-            model=causal_model(),
+            model=causal_model(num_hidden_layers=layers),
             args=trl.SFTConfig(output_dir=str(folder), **{"max_length": 48, **changes}),
             train_dataset=data,
+            processing_class=tokenizer(),
+            **given,
+        )
+
+    return build
+
+
+def preferences(folder: Any, layers: int = LAYERS) -> Any:
+    def build(**changes: Any) -> Any:
+        torch._dynamo.reset()
+        return trl.DPOTrainer(
+            model=causal_model(num_hidden_layers=layers),
+            ref_model=causal_model(seed=1, num_hidden_layers=layers),
+            # TRL switches checkpointing off and on around the reference, and each time transformers adds a hook, for
+            # which every backend compiles again.
+            args=trl.DPOConfig(output_dir=str(folder), max_length=48, gradient_checkpointing=False, **changes),
+            train_dataset=rows_of("prompt", "chosen", "rejected"),
+            processing_class=tokenizer(),
+        )
+
+    return build
+
+
+def rewards(folder: Any, layers: int = LAYERS) -> Any:
+    def build(**changes: Any) -> Any:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        config = causal_model(num_labels=1, num_hidden_layers=layers).config
+        return trl.RewardTrainer(
+            model=transformers.LlamaForSequenceClassification(config),
+            args=trl.RewardConfig(output_dir=str(folder), max_length=48, gradient_checkpointing=False, **changes),
+            train_dataset=rows_of("chosen", "rejected"),
+            processing_class=tokenizer(),
+        )
+
+    return build
+
+
+def reinforcement(folder: Any, layers: int = LAYERS) -> Any:
+    def count_of_words(completions: list[str], **_: Any) -> list[float]:
+        return [float(text.count("w1")) for text in completions]
+
+    def build(**changes: Any) -> Any:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        return trl.GRPOTrainer(
+            model=causal_model(num_hidden_layers=layers),
+            reward_funcs=count_of_words,
+            args=trl.GRPOConfig(
+                output_dir=str(folder),
+                num_generations=2,
+                max_completion_length=6,
+                gradient_checkpointing=False,  # as above
+                **changes,
+            ),
+            train_dataset=rows_of("prompt"),
             processing_class=tokenizer(),
         )
 
@@ -87,22 +149,7 @@ def test_the_loss_of_completions_only(tmp_path, report):
 
 
 def test_preferences(tmp_path, report):
-    generator = random.Random(0)
-    rows = [{name: words(generator, 3, 8) for name in ("prompt", "chosen", "rejected")} for _ in range(16)]
-
-    def build(**changes: Any) -> Any:
-        torch._dynamo.reset()
-        return trl.DPOTrainer(
-            model=causal_model(),
-            ref_model=causal_model(seed=1),
-            # TRL switches checkpointing off and on around the reference, and each time transformers adds a hook, for
-            # which every backend compiles again.
-            args=trl.DPOConfig(output_dir=str(tmp_path), max_length=48, gradient_checkpointing=False, **changes),
-            train_dataset=datasets.Dataset.from_list(rows),
-            processing_class=tokenizer(),
-        )
-
-    assert_trains_as_eager(build)
+    assert_trains_as_eager(preferences(tmp_path))
     # Two of the model that is trained, and two of the reference, without gradients.
     report.assert_attention("packed", LAYERS, compiles=4, breaks=CHUNKED_LOSS)
 
@@ -131,45 +178,41 @@ def test_judgements_of_single_completions(tmp_path, report):
 
 def test_rewards(tmp_path, report):
     """One number for each row: a head that chunk_loss has nothing to do with."""
-    generator = random.Random(0)
-    rows = [{name: words(generator, 3, 8) for name in ("chosen", "rejected")} for _ in range(16)]
-
-    def build(**changes: Any) -> Any:
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        return trl.RewardTrainer(
-            model=transformers.LlamaForSequenceClassification(causal_model(num_labels=1).config),
-            args=trl.RewardConfig(output_dir=str(tmp_path), max_length=48, gradient_checkpointing=False, **changes),
-            train_dataset=datasets.Dataset.from_list(rows),
-            processing_class=tokenizer(),
-        )
-
-    assert_trains_as_eager(build)
+    assert_trains_as_eager(rewards(tmp_path))
     report.assert_attention("packed", LAYERS, compiles=2)
 
 
 def test_reinforcement(tmp_path, report):
-    generator = random.Random(0)
-    rows = [{"prompt": words(generator, 3, 8)} for _ in range(16)]
-
-    def count_of_words(completions: list[str], **_: Any) -> list[float]:
-        return [float(text.count("w1")) for text in completions]
-
-    def build(**changes: Any) -> Any:
-        torch._dynamo.reset()
-        return trl.GRPOTrainer(
-            model=causal_model(),
-            reward_funcs=count_of_words,
-            args=trl.GRPOConfig(
-                output_dir=str(tmp_path),
-                num_generations=2,
-                max_completion_length=6,
-                gradient_checkpointing=False,  # as above
-                **changes,
-            ),
-            train_dataset=datasets.Dataset.from_list(rows),
-            processing_class=tokenizer(),
-        )
-
-    assert_trains_as_eager(build)
+    assert_trains_as_eager(reinforcement(tmp_path))
     report.assert_attention("packed", LAYERS, compiles=2, breaks=CHUNKED_LOSS)
+
+
+def adapters() -> Any:
+    return pytest.importorskip("peft").LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.0)
+
+
+PADDED = {
+    "supervised": lambda folder: supervised(folder, texts(16), layers=5, peft_config=adapters()),
+    "preferences": lambda folder: preferences(folder, layers=5),
+    "rewards": lambda folder: rewards(folder, layers=5),
+    "reinforcement": lambda folder: reinforcement(folder, layers=5),
+}
+
+
+@pytest.mark.parametrize("regions", ["auto", "whole"])
+@pytest.mark.parametrize("name", PADDED)
+def test_padding_is_dropped(tmp_path, report, monkeypatch, name, regions):
+    monkeypatch.setenv("GLUE_PADDING", "drop")
+    monkeypatch.setenv("GLUE_REGIONS", regions)
+    assert_trains_as_eager(PADDED[name](tmp_path))
+    packed = [counts["packed"] for counts in report.counts("drop_padding") if "packed" in counts]
+    assert set(packed) == {1 if regions == "auto" else 5}
+    assert not report.attention, "some layer has seen padding"
+
+
+@pytest.mark.parametrize("name", ["preferences", "reinforcement"])
+def test_prompts_are_computed_once(tmp_path, report, monkeypatch, name):
+    monkeypatch.setenv("GLUE_PADDING", "drop")
+    monkeypatch.setenv("GLUE_PREFIX", "share")
+    assert_trains_as_eager(PADDED[name](tmp_path))
+    assert any(counts.get("shared_prefixes") for counts in report.counts("drop_padding"))

@@ -124,7 +124,6 @@ def verdict(program: Program, expected: Mapping[str, Any] | None = None, off: tu
                 found.warm += _hits() - hits if suffix else 0
     graphs = [graph for run in kept for graph in run.session.graphs]
     events = {
-        "replan": sum(graph.replan is not None for graph in graphs),
         "regions": sum(graph.region is not None for graph in graphs),
     }
     found.fired |= {name: count for name, count in events.items() if count}

@@ -80,19 +80,15 @@ def draw_program(
         body, outputs = _checkpointed(draw, drawn.inputs, body, outputs), ("*results",)
         if compiled == ("f",) and draw.chance(0.4) and not plain:
             compiled = ("region",)  # as layers are that are compiled one by one
-    passes: dict[str, bool] = {}
     options = drawn.options
-    if kind == "steps" or (draw.chance(0.1) and not draw.small):
-        budget = int(10 ** draw.random.uniform(1.5, 5))
-        passes["plan_memory"] = True
-        options = (*options, ("memory_budget", budget))
-        if not draw.small:
-            calls.append(Call("fresh", 4, context))  # a plan may be made again behind the first ones
-    if kind == "regions":
-        passes, options = {}, (("regions", "auto"),)
+    # Regions have no offload: all layers are one graph with it.
+    if kind == "steps" or (
+        draw.chance(0.1) and not draw.small and not dict(options).keys() & {"regions", "memory_budget"}
+    ):
+        options = (*options, ("offload", "checkpoints"))
     draw_settings(draw, compiler)
     prelude = (Statement(f"FLOAT = {float_type}"), *draw.prelude.values())
-    # A plan may keep an output or an input for backward that eager does not (docs/plan_memory.md).
+    # A layer that keeps may keep an output that eager does not (docs/memory_budget.md).
     is_planned = "memory_budget" in dict(options)
     between = "pass" if plain or is_planned else draw.mostly("pass", *BETWEEN, share=0.9)
     # Nor may a caller write the mask of a padded batch: one that hides all is an error.
@@ -123,7 +119,7 @@ def draw_program(
         refill=refill,
         between=between,
         written=written,
-        options=(*options, ("passes", passes)) if passes else options,
+        options=options,
         precision=draw.precision,
         dynamic=dynamic,
         step=step,

@@ -25,6 +25,7 @@ def _layers(draw: Draw, *, are_modules: bool) -> Drawn:
     names = [_layer(draw, updates=updates) for _ in range(draw.mostly(1, 2))]
     draw.emit("hidden = (table.detach() * 1.5).requires_grad_()" if are_modules and draw.chance(0.2) else "hidden = x")
     draw.emit("other = x * 0.5")
+    options: tuple[tuple[str, object], ...] = ()
     draw.values += [Value("hidden", "float", 2), Value("other", "float", 2), Value("table", "float", 2, is_leaf=True)]
     draw.emit("kept = []")
     weights = draw.mostly(
@@ -44,8 +45,10 @@ def _layers(draw: Draw, *, are_modules: bool) -> Drawn:
     state = draw.mostly("state[i]", "state[0]", "state[i // 2]", share=0.6)
     if are_modules:
         draw.need("modules", MODULES)
-        region = "Region" if updates else draw.pick("Region", "Again", "Hooked")
+        region = "Region" if updates else draw.pick("Region", "Again", "Hooked", "Planned")
         modules = f"[{region}({names[0]}) if i % 3 else {region}({names[-1]}) for i in range(COUNT)]"
+        # With a budget, each call of a layer has another role (small_steps.py).
+        options = (("memory_budget", 1) if region == "Planned" else ("regions", "auto"),)
         draw.prelude["MODEL"] = Statement(f"MODEL = torch.nn.ModuleList({modules})")
         draw.emit("model = MODEL")
     loop = "for i, layer in enumerate(model):" if are_modules else "for i in range(COUNT):"
@@ -95,7 +98,7 @@ def _layers(draw: Draw, *, are_modules: bool) -> Drawn:
         Statement(f"state = torch.zeros(COUNT, WIDTH, dtype=FLOAT{draw.at})"),
     )
     # Of what one of several graphs returns, torch gives zeros to all that was not used.
-    return Drawn(made, ("x", "stacked", "scale", "table", "state"), zero_for_none=are_modules)
+    return Drawn(made, ("x", "stacked", "scale", "table", "state"), zero_for_none=are_modules, options=options)
 
 
 def _layer(draw: Draw, *, updates: bool) -> str:
@@ -136,6 +139,21 @@ class Region(torch.nn.Module):
 class Again(Region):
     def forward(self, *given):
         return checkpoint(super().forward, *given, use_reentrant=False)
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one = torch.nn.Parameter(torch.ones((), dtype=FLOAT), requires_grad=False)
+
+    def forward(self, x):
+        return x * self.one
+
+
+class Planned(Again):
+    def __init__(self, layer):
+        super().__init__(layer)
+        self.inner = Scaled()
 
 
 class Hooked(Region):

@@ -16,24 +16,30 @@ def draw_padding(draw: Draw) -> Drawn:
     What a program gives at hidden positions are zeros by contract, so it returns results without them.
     """
     draw.grows = draw.grows or (draw.chance(0.3) and not draw.small and not draw.one_graph)
-    draw.need("sizes", f"ROWS, LENGTH, WORDS, SIZE, HEADS = {draw.mostly(3, 1, 2)}, {draw.mostly(7, 5, 9)}, 12, 8, 2")
+    draw.need(
+        "sizes", f"ROWS, LENGTH, WORDS, SIZE, HEADS = {draw.mostly(3, 1, 2)}, {draw.mostly(7, 5, 9, 37)}, 12, 8, 2"
+    )
     draw.need("padded", PADDED)
     draw.need("seen_only", SEEN_ONLY)
     model = draw.inner(draw.twists / 2)
     model.small, model.one_graph = draw.small, draw.one_graph
-    _model(model)
+    in_regions = draw.chance(0.25) and not draw.small and not draw.one_graph
+    _model(model, in_regions=in_regions)
     body = (*model.statements(), Statement(f"return ({''.join(f'{each}, ' for each in ('shown', *model.outputs))})"))
     draw.prelude["model"] = Statement(f"def model({', '.join(INPUTS)}):", body)
     draw.uses_state, draw.precision = model.uses_state, model.precision
-    if "bfloat16" in repr((body, draw.prelude)):  # products of fewer rows differ in their last bits, and are rounded
+    if any(each in repr((body, draw.prelude)) for each in ("bfloat16", ".half()")):
+        # Products of fewer rows differ in their last bits, and are rounded; so are sums of gradients.
         draw.precision = "bfloat16"
     draw.emit(f"shown, *found = model({', '.join(INPUTS)})")
     draw.emit("found = [seen_only(each, shown) for each in found]")
     draw.outputs.append("*found")
     compiled = draw.mostly(("model",), ("f",), share=0.7)
-    draw.spoil("gain.data[0] = float('nan')", "gradient")
-    draw.spoil("bias.data[-1] = float('inf')", "gradient")
-    return Drawn(_made(draw), INPUTS, compiled, options=(("padding", "drop"),))
+    if not in_regions:
+        draw.spoil("gain.data[0] = float('nan')", "gradient")
+        draw.spoil("bias.data[-1] = float('inf')", "gradient")
+    others = (("regions", "auto"),) if in_regions else (("prefix", "share"),) if draw.chance(0.5) else ()
+    return Drawn(_made(draw), INPUTS, compiled, options=(("padding", "drop"), *others))
 
 
 def _made(draw: Draw) -> tuple[Statement, ...]:
@@ -51,6 +57,7 @@ def _made(draw: Draw) -> tuple[Statement, ...]:
         Statement(f"ids = torch.randint(0, WORDS, (ROWS, length), generator=g{draw.at})"),
         Statement(f"pad, labels = padded({how!r}, ids, g)"),
         Statement(f"pad = pad{dtype}") if dtype else Statement("pad = pad.clone()"),
+        *(Statement(each) for each in (_BEGINNINGS if draw.chance(0.6) else ())),
         weight("words", "WORDS, SIZE", ""),
         weight("places", "64, SIZE"),
         weight("joint", "3 * SIZE, SIZE"),
@@ -62,7 +69,15 @@ def _made(draw: Draw) -> tuple[Statement, ...]:
     )
 
 
-def _model(draw: Draw) -> None:
+_BEGINNINGS = (
+    "shared = torch.randint(0, length + 1, (ROWS,), generator=g)",
+    "ids = torch.where(torch.arange(length) < shared[:, None], ids[:1], ids)",
+    "labels = labels.masked_fill(torch.arange(length) < torch.randint(0, length, (ROWS, 1), generator=g), -100)",
+)
+"""Rows begin like the first one, and some labels of theirs are ignored."""
+
+
+def _model(draw: Draw, *, in_regions: bool) -> None:
     draw.emit("B, T = ids.shape")
     if draw.chance(0.04):  # only shows more: a batch that is hidden whole is an error
         draw.emit(draw.pick("pad = pad.clone(); pad[:, :1] = 1", "pad = pad.clone(); pad[0] = 1", "pad = pad.clone()"))
@@ -74,8 +89,11 @@ def _model(draw: Draw) -> None:
     draw.values.append(Value("hidden", "float", 3))
     _position(draw)
     layers = 1 if draw.small else draw.mostly(1, 2, 3)
-    reader_at = draw.integer(0, layers - 1) if draw.chance(0.08) else None
+    reader_at = draw.integer(0, layers - 1) if draw.chance(0.08) and not in_regions else None
     is_called = draw.chance(0.35)
+    if in_regions:
+        _called_layer(draw, mask, times=4)
+        layers = 0
     for number in range(layers):
         if is_called:
             _called_layer(draw, mask)
@@ -84,21 +102,35 @@ def _model(draw: Draw) -> None:
         if number == reader_at:
             draw.emit(f"hidden = {draw.pick(*READERS)}")
         draw.maybe_twist()
-    draw.outputs += _results(draw)
+    draw.outputs += _results(draw, reads_padding=not in_regions)
+    if draw.chance(0.1):  # tokens of their own, of the same sizes, which no mask hides
+        draw.outputs.append(f"F.embedding(ids.flip(1), words).{draw.pick('tanh', 'sin')}().square().sum()")
 
 
-def _called_layer(draw: Draw, mask: _Mask) -> None:
-    """A layer that is a function of its own, mostly in a checkpoint."""
+def _called_layer(draw: Draw, mask: _Mask, times: int = 1) -> None:
+    """A layer that is a function of its own, mostly in a checkpoint; more than once, as modules that a loop calls."""
     inner = draw.inner()
     inner.values.append(Value("hidden", "float", 3))
     inner.emit("B, T = hidden.shape[:2]")
+    if times > 1:  # else the numbers of many layers grow without bounds
+        inner.emit("hidden = F.layer_norm(hidden, (SIZE,), eps=0.1)")
     _layer(inner, mask)
     name = draw.name("layer_")
     given = f"hidden, mask, shown, {', '.join(_WEIGHTS)}"
     statements = (*inner.statements(), Statement("return hidden"))
     draw.prelude[name] = Statement(f"def {name}({given}):", statements)
-    call = f"checkpoint({name}, {given}, use_reentrant=False)" if draw.chance(0.9) else f"{name}({given})"
-    draw.emit(f"hidden = {call}")
+    is_checkpoint = draw.chance(0.9 if times == 1 else 0.6)
+    if times > 1:
+        draw.need("modules", MODULES)
+        kind = "Again" if is_checkpoint else "Layer"
+        draw.prelude["MODEL"] = Statement(f"MODEL = torch.nn.ModuleList({kind}({name}) for _ in range({times}))")
+        draw.emit("model_layers = MODEL")
+        with draw.block("for layer in model_layers:"):
+            draw.emit(f"hidden = layer({given})")
+        return
+    draw.emit(
+        f"hidden = {f'checkpoint({name}, {given}, use_reentrant=False)' if is_checkpoint else f'{name}({given})'}"
+    )
 
 
 class _Mask:
@@ -211,8 +243,7 @@ def _function(draw: Draw) -> None:
     backward = draw.pick(
         "g @ weight",
         "torch.matmul(g, weight.t())",
-        "g * 2",
-        "-g * saved",
+        *("g * 2", "-g * saved", "g * g", "g.long().to(g.dtype)", "g.bool() * g"),
         "g * weight[0] + g",
         "g + 1",
         "g @ weight + saved * 0.1",
@@ -269,9 +300,9 @@ def _attention(draw: Draw, mask: _Mask) -> None:
     draw.emit(f"hidden = {draw.mostly('hidden + ', '')}F.linear({joined}, out)")
 
 
-def _results(draw: Draw) -> list[str]:
+def _results(draw: Draw, *, reads_padding: bool) -> list[str]:
     found = []
-    how = draw.pick("loss", "loss", "loss", "loss", "hidden", "pooled")
+    how = draw.pick("loss", "loss", "loss", "loss", "hidden", *(["pooled"] if reads_padding else []))
     if how == "pooled":
         pooled = draw.mostly(draw.pick(*POOLED), *POOLED_OF_PADDING, share=0.6).replace("{at}", draw.at)
         found.append(draw.let("pooled", pooled, "float", 2))
@@ -281,7 +312,10 @@ def _results(draw: Draw) -> list[str]:
         rows = draw.mostly("hidden", "F.layer_norm(hidden, (SIZE,), gain)")
         head = draw.mostly("F.linear({}, words)", "F.linear({}, words, bias)", "{} @ words.t() + bias")
         logits = draw.let("logits", head.format(rows), "float", 3)
-        loss = draw.mostly(draw.pick(*LOSSES), UNREAD, share=0.95).format(logits, classes=f"{logits}.shape[-1]")
+        unread = (UNREAD,) if reads_padding else ()
+        loss = draw.mostly(draw.pick(*LOSSES[: None if reads_padding else 7]), *unread, share=0.95).format(
+            logits, classes=f"{logits}.shape[-1]"
+        )
         draw.precision = "float32" if ".float()" in loss and draw.precision == "float64" else draw.precision
         found.insert(0, draw.let("loss", loss, "float", 0))
         if draw.chance(0.5):
@@ -385,6 +419,20 @@ def padded(how, ids, g):
     labels = ids.masked_fill((mask == 0) | (before == 0), -100)
     some = torch.rand(ids.shape, generator=g, device=ids.device) < 0.2
     return mask, labels.masked_fill(some, -100)
+"""
+MODULES = """
+class Layer(torch.nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.inner, self.layer = torch.nn.Identity(), layer
+
+    def forward(self, *given):
+        return self.layer(*given)
+
+
+class Again(Layer):
+    def forward(self, *given):
+        return checkpoint(super().forward, *given, use_reentrant=False)
 """
 SEEN_ONLY = """
 def seen_only(value, shown):

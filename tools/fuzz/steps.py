@@ -15,7 +15,7 @@ def draw_steps(draw: Draw) -> Drawn:
     draw.values += [Value("gain", "float", 1, is_leaf=True), Value("ids", "int", 1)]
     draw.emit("hidden = x")
     draw.values.append(Value("hidden", "float", 2))
-    how = draw.pick("inline", "inline", "checkpoint", "checkpoint", "policy", "layers")
+    how = draw.mostly("checkpoint", "inline", "policy", "policy", "layers", share=0.5)
     given = ", ".join(INPUTS[1:])
     names = [_layer_function(draw) for _ in range(draw.integer(1, 3))] if how != "inline" else []
     kept: list[str] = []

@@ -39,6 +39,22 @@ def test_a_batch_of_one():
     assert_same_step(model, model, compiled(model), (ids, mask, labels))
 
 
+def test_tokens_of_their_own_that_no_mask_hides_are_all_computed():
+    """Of the same sizes as those that are padded."""
+    model = Layer()
+
+    def step(ids, mask, others):
+        return model(ids, mask), model.head(model.words(others)).tanh()
+
+    ids, mask, _ = batch("right")
+    others = ids.flip(1)
+    fast = compiled(step)
+    (want, beside), (got, other) = step(ids, mask, others), fast(ids, mask, others)
+    torch.testing.assert_close(got[mask == 1], want[mask == 1])
+    assert not got[mask == 0].any()
+    torch.testing.assert_close(other, beside)
+
+
 def averaged(model, x, mask):
     seen = mask.unsqueeze(-1).expand(x.size()).to(x.dtype)
     return (x * seen).sum(1) / seen.sum(1).clamp(min=1e-9)

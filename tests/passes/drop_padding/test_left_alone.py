@@ -114,6 +114,39 @@ def test_an_attention_that_sees_padding_is_left_alone():
         assert result.skip_reasons[0]
 
 
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_a_decoders_tokens_are_not_an_encoders(checkpoint):
+    """As many queries as keys, under the keys' mask: which of the queries are padding it does not say."""
+
+    class Cross(Layer):
+        def attended(self, x, y, mask):
+            rows, length = mask.shape
+            key, value, query = self.parts(x, y)
+            shown = mask.bool()[:, None, None, :].expand(rows, 1, length, length)
+            found = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=shown)
+            return x + found.transpose(1, 2).reshape(rows, length, 16)
+
+        def parts(self, x, y):
+            def heads(each):
+                return each.view(*each.shape[:2], 2, 8).transpose(1, 2)
+
+            _, key, value = self.projections(y).chunk(3, -1)
+            return heads(key), heads(value), heads(self.projections(x).chunk(3, -1)[0])
+
+        def forward(self, ids, mask, encoded):
+            x, y = self.words(ids), self.words(encoded)
+            if checkpoint:
+                x = torch.utils.checkpoint.checkpoint(self.attended, x, y, mask, use_reentrant=False)
+            else:
+                x = self.attended(x, y, mask)
+            return self.head(x)
+
+    ids, mask, _ = batch("right")
+    model = Cross()
+    assert_untouched(run(model, ids, mask, ids.flip(1)))
+    torch.testing.assert_close(compiled(model)(ids, mask, ids.flip(1)), model(ids, mask, ids.flip(1)))
+
+
 def test_without_a_padding_mask_nothing_happens():
     ids, _, labels = batch("none")
     model = Layer()
@@ -137,12 +170,6 @@ def test_it_is_asked_for():
     result = run(Layer(), *batch("right"), padding="keep")
     assert_untouched(result)
     assert not result.skip_reasons
-
-
-def test_regions_are_left_alone():
-    result = run(Layer(), *batch("right"), regions="auto")
-    assert_untouched(result)
-    assert "regions" in result.skip_reasons[0]
 
 
 def test_a_window_over_rows_with_holes_counts_hidden_tokens():
@@ -237,3 +264,17 @@ def test_an_embedding_that_counts_or_writes(settings):
     model = Layer()
     model.words = nn.Embedding(61, 16, dtype=torch.float64, **settings)
     assert_untouched(run(model, *batch("right")))
+
+
+@pytest.mark.parametrize("regions", ["whole", "auto"])
+def test_logits_that_are_written_without_gradients(regions):
+    model, given = Layer(), batch("right")
+
+    def step(ids, mask, labels):
+        logits = model.head(model(ids, mask))
+        with torch.no_grad():
+            logits.masked_fill_(logits > 0.1, 0.05)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    found = [torch.autograd.grad(call(*given), model.words.weight) for call in (step, compiled(step, regions=regions))]
+    torch.testing.assert_close(found[1], found[0])

@@ -33,7 +33,7 @@ MODELS = {
 def model_of(name, **settings):
     model, config, sizes = MODELS[name]
     torch.manual_seed(0)
-    return getattr(transformers, model)(getattr(transformers, config)(**sizes, **settings)).double().train()
+    return getattr(transformers, model)(getattr(transformers, config)(**{**sizes, **settings})).double().train()
 
 
 def step_of(model):

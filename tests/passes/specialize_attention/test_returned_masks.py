@@ -56,7 +56,26 @@ def added(make, number=LEAST):
 def test_what_is_proved_of_a_mask_is_known_where_it_is_used(make, form, kind):
     between = Between(make)
     assert between.run() == [form]
-    assert list(between.reports()[0].returned_masks.values()) == [kind]
+    assert list(between.reports()[0].returned_masks.values()) == [(kind, 0)]
+    assert between.run(positions((2, 10))) == []
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (lambda p: causal(p) & (p != 3)[:, None, None], MaskKind(False, True, -1, has_padding=True)),
+        (lambda p: (p != 3)[:, None, None].expand(-1, 1, 12, -1), MaskKind(False, False, -1, has_padding=True)),
+        (lambda p: causal(p) & (distances(p) < 4) & (p != 3)[:, None, None], MaskKind(False, True, 4, None, True)),
+        (added(lambda p: causal(p) & (p != 3)[:, None, None]), MaskKind(False, True, -1, LEAST, True)),
+    ],
+)
+def test_padding_is_known_where_the_mask_is_used(make, kind):
+    """Whole graphs read it from what the mask is made of; here it stands in the mask."""
+    between = Between(make)
+    between.run()
+    made, used = between.reports()
+    assert list(made.returned_masks.values()) == [(kind, 0)]
+    assert used.changed or "with padding" in used.skips[0].reason
     assert between.run(positions((2, 10))) == []
 
 
@@ -76,7 +95,8 @@ def test_a_mask_that_is_written_in_the_graph_that_returns_it():
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (lambda p: packed(p) & (p != 3)[:, None, None], "padding"),
+        (lambda p: packed(p) & (p != 3)[:, None, None], "do not tell padding from"),
+        (lambda p: causal(p)[0, 0] & (p[0] != 3)[None], "do not tell padding from"),
         (lambda p: (p[:, :, None] == p[:, None])[:, None], "not proved to be sorted"),
         (lambda p: packed(p) | (distances(p) == 4), "one of several conditions"),
         (lambda p: causal(p) & (distances(p) > 0), "does not see itself"),
@@ -109,6 +129,15 @@ def test_masks_that_nothing_is_said_of_have_a_reason(make, reason):
 def test_what_is_no_mask_has_none(make):
     between = Between(make)
     between.compiled[0](positions())
+    assert not any(report.skips or report.returned_masks for report in between.reports())
+
+
+def test_labels_of_any_sizes_are_no_mask():
+    """Rows and tokens have a symbol each then, which may stand for equal numbers."""
+    between = Between(lambda labels: labels != 3)
+    for sizes in ((2, 12), (3, 7), (5, 5)):
+        between.compiled[0](torch.zeros(sizes, dtype=torch.int64))
+    assert len(between.reports()) == 2
     assert not any(report.skips or report.returned_masks for report in between.reports())
 
 
