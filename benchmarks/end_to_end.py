@@ -4,10 +4,11 @@
     python -m benchmarks.end_to_end --rows qwen3-bf16 --variants glue-layers,inductor-layers,flex-layers
 
 A row is an unmodified model of transformers, random weights, one row of packed documents that differ each step, or in
-rows that end in ``-padded`` eight rows, of which 40% is padding, which no column counts as tokens. First all totals
-are the same, so torch compiles for that size; then they vary, and it compiles once more, for any size. Both are timed,
-in the same process. All variants of all rows compile side by side, each in its own process, and are timed one after
-the other as soon as nothing compiles any more, or ``--limit`` is over; what is not ready then is left out.
+rows that end in ``-padded`` eight rows, of which 40% is padding, which no column counts as tokens, and in those that
+end in ``-group`` eight completions of one prompt, which is half of a full row. First all totals are the same, so torch
+compiles for that size; then they vary, and it compiles once more, for any size. Both are timed, in the same process.
+All variants of all rows compile side by side, each in its own process, and are timed one after the other as soon as
+nothing compiles any more, or ``--limit`` is over; what is not ready then is left out.
 
 A step is forward, backward, clipping of the gradients and AdamW. The table at the end has, for each variant: the
 median, best and worst milliseconds of a step with the fixed total, tokens per second and the share of what the card
@@ -18,9 +19,9 @@ steps with the fixed total, that first one and 99 of the median; the last loss.
 
 Variants: ``flex`` is Inductor with transformers' flex_attention, ``fa2`` and ``fa4`` with its flash_attention_2 and 4,
 where those are installed; the others have sdpa. ``glue-torch`` takes no kernels of other packages, ``glue-unshared``
-compiles each of equal layers, those with ``-dropped`` at their end have ``padding="drop"``, in ``-recompute`` backward
-computes all again that is no product, ``glue-offload`` moves the inputs of checkpointed layers. ``glue-none`` makes no
-rewrite, and ``glue-metadata``, ``glue-attention``, ``glue-experts`` and ``glue-loss`` make that one alone. In
+compiles each of equal layers, those with ``-dropped`` at their end have ``padding="drop"``, ``glue-shared`` has
+``prefix="share"`` as well, in ``-recompute`` backward computes all again that is no product, ``glue-offload`` moves the
+inputs of checkpointed layers. ``glue-none`` makes no rewrite, and ``glue-metadata``, ``glue-attention``, ``glue-experts`` and ``glue-loss`` make that one alone. In
 ``plan-B-regions`` layers keep what fits into ``memory_budget=B`` (``plan-9.6GiB-regions``). In ``glue-update`` and
 ``flex-update`` clipping and AdamW are compiled too; the others have torch's fused AdamW. ``liger`` is eager, the model
 patched by Liger (package ``liger-kernel``), its loss without logits among them. A variant that ends in ``-layers``

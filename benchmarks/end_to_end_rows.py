@@ -150,6 +150,27 @@ def padded(row: Callable[[Size, str, str], Workload], size: Size, device: str, a
     return replace(workload, batch=batch)
 
 
+def group(row: Callable[[Size, str, str], Workload], size: Size, device: str, attention: str) -> Workload:
+    """What ``row`` trains, on 8 completions of one prompt as long as the longest of them; completions alone count."""
+    workload = row(size, device, attention)
+    vocabulary: int = workload.config.vocab_size
+
+    def batch(tokens: int, generator: torch.Generator) -> dict[str, Tensor]:
+        longest = tokens // ROWS_OF_PADDED
+        prompt = longest // 2
+        drawn = torch.rand(ROWS_OF_PADDED - 1, generator=generator) * (longest - prompt) + prompt
+        lengths = torch.cat([torch.tensor([longest]), drawn.long()])
+        mask = (torch.arange(longest) < lengths[:, None]).long()
+        ids = torch.randint(vocabulary, mask.shape, generator=generator)
+        ids[:, :prompt] = ids[0, :prompt]
+        labels = ids.masked_fill(mask == 0, -100)
+        labels[:, :prompt] = -100
+        made = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+        return {name: tensor.to(device) for name, tensor in made.items()}
+
+    return replace(workload, batch=batch)
+
+
 ROWS = {
     "qwen3-bf16": Row(qwen3_bf16),
     "qwen3-autocast": Row(qwen3_autocast),
@@ -166,6 +187,8 @@ ROWS = {
     "qwen3-bf16-padded": Row(partial(padded, qwen3_bf16)),
     "qwen3-8b-lora-padded": Row(partial(padded, partial(large_lora, "qwen3_8b"))),
     "qwen3-8b-qlora-padded": Row(partial(padded, partial(large_qlora, "qwen3_8b"))),
+    "qwen3-bf16-group": Row(partial(group, qwen3_bf16), tokens=16384),
+    "qwen3-8b-qlora-group": Row(partial(group, partial(large_qlora, "qwen3_8b")), tokens=16384),
     "gemma3-1b": Row(gemma3_1b),
     "gpt-oss": Row(gpt_oss, tokens=2048, layers=4),
     "qwen3-moe": Row(qwen3_moe, layers=4),

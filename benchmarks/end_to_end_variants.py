@@ -160,6 +160,7 @@ VARIANTS = {
     "glue-packed-weights": Variant("glue", options=(("passes", {"fuse_dequantization": False}),)),
     "glue-offload": Variant("glue", options=(("offload", "checkpoints"),)),
     "glue-dropped": Variant("glue", options=DROPPED),
+    "glue-shared": Variant("glue", options=(*DROPPED, ("prefix", "share"))),
     "glue-regions-dropped": Variant("glue", options=(("regions", "auto"), *DROPPED)),
     "glue-layers": Variant("glue", by_layers=True),
     "glue-regions": Variant("glue", options=(("regions", "auto"),)),

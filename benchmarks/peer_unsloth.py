@@ -26,7 +26,7 @@ from benchmarks.peers import Outcome, adapters_of, base_of, checkpoint_of, impor
 HOW = "install unsloth and unsloth_zoo, for these versions of torch and transformers"
 TRAINED = (
     *("qwen3-bf16", "llama-lora", "qwen3-lora", "llama-8b-lora", "qwen3-8b-lora", "qwen3-14b-lora"),
-    *("qwen3-bf16-padded", "qwen3-8b-lora-padded"),
+    *("qwen3-bf16-padded", "qwen3-8b-lora-padded", "qwen3-bf16-group"),
 )
 SETTINGS = {"HF_HUB_OFFLINE": "1", "UNSLOTH_DISABLE_STATISTICS": "1"}
 
@@ -88,7 +88,7 @@ def build(row: str, size: Size, device: str, compiler: str) -> Workload:
         row_has,
         model=Step(model).train(),
         layers=base.model.layers,
-        batch=row_has.batch if row.endswith("-padded") else with_lengths(row_has.batch),
+        batch=row_has.batch if row.endswith(("-padded", "-group")) else with_lengths(row_has.batch),
         around=_precision(device),
     )
 
