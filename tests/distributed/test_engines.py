@@ -85,7 +85,7 @@ def run_planned(name: str) -> tuple[Trained, int]:
     plan = EachRole(first=2 * dist.get_rank())  # no layer has the same role on both ranks
     planned = {"memory_on": lambda device: device, "LayerPlan": lambda *_: plan}
     with mock.patch.multiple(layer_variants, **planned):
-        found = train(engines.PLANNED[name], "qwen3", {"memory_budget": 1}, LAYERS)
+        found = train(engines.PLANNED[name], "qwen3", {"memory_budget": "1GiB"}, LAYERS)
     return found, plan.asked
 
 

@@ -48,7 +48,7 @@ def _layers(draw: Draw, *, are_modules: bool) -> Drawn:
         region = "Region" if updates else draw.pick("Region", "Again", "Hooked", "Planned")
         modules = f"[{region}({names[0]}) if i % 3 else {region}({names[-1]}) for i in range(COUNT)]"
         # With a budget, each call of a layer has another role (small_steps.py).
-        options = (("memory_budget", 1) if region == "Planned" else ("regions", "auto"),)
+        options = (("memory_budget", "1GiB") if region == "Planned" else ("regions", "auto"),)
         draw.prelude["MODEL"] = Statement(f"MODEL = torch.nn.ModuleList({modules})")
         draw.emit("model = MODEL")
     loop = "for i, layer in enumerate(model):" if are_modules else "for i in range(COUNT):"
