@@ -25,7 +25,8 @@ checked: `make test-cards`.
 - A chunk of logits is a fortieth of the card's memory at most, and 512 MiB. A copy of a mask in whole blocks takes an
   eightieth for each byte of its dtype.
 - Where page-locked memory is refused, as WSL may, copies go by ordinary memory, and a warning says so.
-- `python -m benchmarks.end_to_end --card 24GiB` gives training no more memory than such a card has.
+- `python -m benchmarks.end_to_end --card 24GiB` gives training no more memory than such a card has:
+  [Qwen3-8B QLoRA within 24 and 16 GiB](end_to_end.md#cards-of-24-and-16-gib).
 - fp16 with `torch.amp.GradScaler` is computed as eager does: gradients of a loss in chunks are made in backward, with
   the loss's scale. On a T4 Inductor refuses graphs of bf16, and Dynamo runs them in eager, with glue or without.
 
