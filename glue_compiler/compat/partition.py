@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,21 @@ from glue_compiler.compat.offload_policies import save_what_is_to_be_offloaded
 
 Graphs = tuple[fx.GraphModule, fx.GraphModule]
 """A forward and a backward graph."""
+
+
+@contextlib.contextmanager
+def trace_of_its_own() -> Iterator[None]:
+    """Several graphs may be compiled in here one after the other, in one trace of Dynamo's.
+
+    AOTAutograd notes on the trace what it knows of a graph, such as which saved tensors backward may write over, and
+    compiles the backward later, by the note that is there then: it has to be that of the backward's own forward.
+    """
+    context = torch._guards.TracingContext.try_get()
+    if context is None:
+        yield
+        return
+    with torch._guards.tracing(copy.copy(context)):
+        yield
 
 
 @dataclass(frozen=True)

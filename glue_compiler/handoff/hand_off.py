@@ -35,7 +35,7 @@ def hand_off(
     ``edit_pair`` marks and changes the graphs of a training step; ``passes_uuid`` stands for it too;
     without one, nothing comes from Inductor's caches and nothing goes there.
     """
-    with checkpoint_tags.kept_in_forward(graph_modules(gm)):
+    with checkpoint_tags.kept_in_forward(graph_modules(gm)), partition.trace_of_its_own():
         return _compiled(gm, inputs, options, passes_uuid, edit_pair)
 
 

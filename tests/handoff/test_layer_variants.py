@@ -61,11 +61,11 @@ class Scripted:
 def planned(monkeypatch):
     """``planned(keeping, model)``: a run whose layers keep as scripted, and the script."""
 
-    def make(keeping, model, moving=lambda n: False, inputs=lambda n: False, **how):
+    def make(keeping, model, moving=lambda n: False, inputs=lambda n: False, compiler="aot_eager", **how):
         plan = Scripted(keeping, moving, inputs)
         monkeypatch.setattr(layer_variants, "memory_on", lambda device: plan)
         monkeypatch.setattr(layer_variants, "LayerPlan", lambda *_: plan)
-        return Run(model, {"memory_budget": 10**9}, **how), plan
+        return Run(model, {"memory_budget": 10**9, "compiler": compiler}, **how), plan
 
     return make
 
@@ -96,6 +96,31 @@ def test_any_mixture_has_eagers_loss_and_gradients(planned, keeping):
     assert len(plan.asked) == 12
     assert len({layer for layer, *_ in plan.asked}) == 4
     assert [units for *_, units in plan.asked[::4]] == [2 * 12 * 16, 2 * 9 * 16, 2 * 17 * 16]
+
+
+class Scaled(Checkpointed):
+    """A table that backward reads, behind weights."""
+
+    def __init__(self, index=0):
+        nn.Module.__init__(self)
+        self.linear, self.other = nn.Linear(16, 16), nn.Linear(16, 16, bias=False)
+        self.register_buffer("table", torch.linspace(-1, 1, 24 * 16).view(24, 16))
+
+    def forward(self, x, mask=None):
+        rows = x.view(-1, 16)
+        rows = rows + nn.functional.silu(self.linear(rows)) * self.table
+        first, second = self.other(rows).chunk(2, -1)
+        return x + torch.cat([second.sin(), first.cos()], -1).view_as(x)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keeping", [lambda n: False, lambda n: n % 2 == 0])
+def test_a_backward_writes_over_what_its_own_forward_made_alone(planned, keeping):
+    """One that keeps saves other tensors at the same places: intermediate ones, whose memory backward may take."""
+    run, _ = planned(keeping, WithHead(layers(4, Scaled)), compiler="inductor")
+    run.step(ids()).step(ids())
+    for found, want in zip(run.model.buffers(), run.eager.buffers(), strict=True):
+        assert torch.equal(found, want)
 
 
 @pytest.mark.parametrize("moving", one_in(3, [lambda n: True, lambda n: n % 4 < 2, lambda n: n % 3 == 0]))
