@@ -31,8 +31,9 @@ def trace_of_its_own() -> Iterator[None]:
     if context is None:
         yield
         return
-    with torch._guards.tracing(copy.copy(context)):
+    with torch._guards.tracing(copy.copy(context)) as own:
         yield
+    vars(context).update(vars(own))  # torch reads there what it knows of the graph that was compiled last
 
 
 @dataclass(frozen=True)

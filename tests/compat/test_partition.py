@@ -5,15 +5,17 @@ from torch._guards import TracingContext, tracing
 from glue_compiler.compat.partition import trace_of_its_own
 
 
-def test_notes_of_a_compile_stay_with_what_it_hands_on():
+def test_each_compile_keeps_its_own_notes_and_the_last_ones_are_the_traces():
+    found = []
     with tracing(TracingContext(None)) as outer:
-        with trace_of_its_own():
-            own = TracingContext.get()
-            own.fw_metadata = "of one graph"
-            assert own.guards_context is outer.guards_context
-        assert TracingContext.get() is outer
-        assert outer.fw_metadata is None
-    assert own.fw_metadata == "of one graph"
+        for note in ("of one graph", "of another"):
+            with trace_of_its_own():
+                found.append(TracingContext.get())
+                found[-1].fw_metadata = note
+                assert found[-1].guards_context is outer.guards_context
+            assert TracingContext.get() is outer
+            assert outer.fw_metadata == note
+    assert [each.fw_metadata for each in found] == ["of one graph", "of another"]
 
 
 def test_without_a_trace_there_is_none():
