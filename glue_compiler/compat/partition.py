@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from glue_compiler.compat import checkpoint_tags
+from glue_compiler.compat import checkpoint_tags, dynamo
 from glue_compiler.compat.inductor import uuid_beside
 from glue_compiler.compat.nested_graphs import inline_bodies
 from glue_compiler.compat.offload_policies import save_what_is_to_be_offloaded
@@ -28,7 +28,7 @@ def trace_of_its_own() -> Iterator[None]:
     compiles the backward later, by the note that is there then: it has to be that of the backward's own forward.
     """
     context = torch._guards.TracingContext.try_get()
-    if context is None:
+    if context is None or dynamo.is_piece_for_ddp():  # of whose pieces torch keeps the notes by itself
         yield
         return
     with torch._guards.tracing(copy.copy(context)) as own:

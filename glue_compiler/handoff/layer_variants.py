@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from glue_compiler.capture import KnownLayers
-from glue_compiler.compat import partition, python_checkpoints, runtime, saved_tensor_hooks
+from glue_compiler.compat import dynamo, partition, python_checkpoints, runtime, saved_tensor_hooks
 from glue_compiler.compat.operators import is_of_others
 from glue_compiler.compat.wrapper_tensors import is_wrapper
 from glue_compiler.errors import GlueWarning
@@ -81,6 +81,9 @@ class LayerPlans:
         if known.converting is None:
             if not known.are_found and any(isinstance(each, torch.Tensor) and each.requires_grad for each in inputs):
                 _tell("no layers are found that are called one after another, as always with fullgraph=True")
+            return None
+        if dynamo.is_piece_for_ddp():  # for each of which torch expects one compile
+            _tell(f"DDP cuts {known.converting} into pieces, unless torch._dynamo.config.optimize_ddp is False")
             return None
         device = next((value.device for value in inputs if isinstance(value, torch.nn.Parameter)), None)
         if device is None:

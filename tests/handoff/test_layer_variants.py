@@ -342,6 +342,15 @@ def test_one_graph_of_all_layers_is_told(planned):
     assert not plan.asked
 
 
+def test_pieces_that_ddp_cuts_are_told(planned, monkeypatch):
+    """For each of which torch expects one compile. It cuts graphs between their checkpoints."""
+    monkeypatch.setattr(layer_variants.dynamo, "is_piece_for_ddp", lambda: True)
+    run, plan = planned(lambda n: True, WithHead(layers(4, Checkpointed)))
+    with pytest.warns(GlueWarning, match=r"chooses nothing: DDP cuts Checkpointed x4 into pieces"):
+        run.step(ids())
+    assert not plan.asked
+
+
 def test_a_device_that_does_not_say_what_it_holds_is_told():
     run = Run(WithHead(layers(4, Checkpointed)), {"memory_budget": "auto"})
     with pytest.warns(GlueWarning, match=r"memory of a CUDA device, and Checkpointed x4 computes on 'cpu'"):
