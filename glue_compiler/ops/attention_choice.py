@@ -106,6 +106,18 @@ def unsupported(call: AttentionCall, compiler: Compiler) -> str | None:
     return _flash_reason(call)
 
 
+def sdpa_shares_heads(call: AttentionCall) -> bool:
+    """Has sdpa a kernel that keeps no scores and takes fewer key heads than query heads?
+
+    FlashAttention has; the memory-efficient kernel has not up to torch 2.13, and what is left makes all scores.
+    """
+    if call.capability is None:
+        return True
+    sizes = call.head_size, call.value_size
+    fits = all(isinstance(size, int) and size <= 256 for size in sizes) and sizes[0] == sizes[1]
+    return call.capability >= (8, 0) and call.dtype in (torch.float16, torch.bfloat16) and fits
+
+
 def prefers_cudnn(device: torch.device, length: int | torch.SymInt) -> bool:
     """Whether cuDNN is the faster of sdpa's kernels for a plain causal mask.
 

@@ -20,6 +20,8 @@ from glue_compiler.compat import inductor
 from glue_compiler.ops import optional_package
 
 PACKAGE = "flash-attn-4"
+_LEAST = "4.0.0b5"
+"""Those before it refuse sm_120."""
 _MODULE = "flash_attn.cute.interface"
 _COMMON = {
     "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale", "causal", "window_size_left",
@@ -43,7 +45,7 @@ def is_installed() -> bool:
 def unusable() -> str | None:
     """Why the package cannot be used; None: it can. Imports it, which takes seconds, if it is installed."""
     with _kernels_kept_on_disk():
-        return optional_package.why_unusable(PACKAGE, _MODULE, _PARAMETERS)
+        return optional_package.why_unusable(PACKAGE, _LEAST, _MODULE, _PARAMETERS)
 
 
 @contextlib.contextmanager

@@ -21,7 +21,12 @@ from glue_compiler.ops import descriptors_triton as descriptors
 from glue_compiler.ops.address_table import address_table
 from glue_compiler.ops.grouped_product_tiles import Tiles, linear_tiles, outer_tiles
 from glue_compiler.ops.grouped_tile_walk import find_tile, place_in_band, read_groups
-from glue_compiler.ops.kernel_support import next_power_of_two, processor_count, with_dense_rows
+from glue_compiler.ops.kernel_support import (
+    next_power_of_two,
+    processor_count,
+    product_precision,
+    with_dense_rows,
+)
 
 
 @triton.jit
@@ -157,11 +162,6 @@ def _work(dtype: torch.dtype) -> tl.dtype:
     return tl.float64 if dtype == torch.float64 else tl.float32
 
 
-def _precision(dtype: torch.dtype) -> str:
-    """tf32 only for float32 and only where torch's own matrix products use it."""
-    return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
-
-
 def linear(
     x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, transposed: bool, tiles: Tiles | None = None
 ) -> Tensor:
@@ -219,7 +219,7 @@ def _launch_linear(
         x.stride(0), *strides, bias.stride(0) if bias is not None else 0,
         X_DESCRIPTOR=x_descriptor is not None, WEIGHT_DESCRIPTOR=describe_table or weight_descriptor is not None,
         WEIGHT_TABLE=table, HAS_BIAS=bias is not None, GROUPS=max(64, next_power_of_two(experts + 1)),
-        WORK=_work(x.dtype), PRECISION=_precision(x.dtype), EVEN_K=deep % tiles.block_k == 0,
+        WORK=_work(x.dtype), PRECISION=product_precision(x.dtype), EVEN_K=deep % tiles.block_k == 0,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, GROUP_M=tiles.group_m,
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
@@ -250,7 +250,7 @@ def outer(left: Tensor, right: Tensor, offsets: Tensor, tiles: Tiles | None = No
         left, left_descriptor, right, right_descriptor, offsets.contiguous(), out, out_descriptor, rows, high, wide,
         left.stride(0), right.stride(0),
         LEFT_DESCRIPTOR=left_descriptor is not None, RIGHT_DESCRIPTOR=right_descriptor is not None,
-        OUT_DESCRIPTOR=out_descriptor is not None, WORK=_work(left.dtype), PRECISION=_precision(left.dtype),
+        OUT_DESCRIPTOR=out_descriptor is not None, WORK=_work(left.dtype), PRECISION=product_precision(left.dtype),
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, GROUP_M=tiles.group_m,
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip

@@ -45,6 +45,12 @@ def accumulator_dtype(*dtypes: torch.dtype) -> torch.dtype:
     return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
+def product_precision(dtype: torch.dtype) -> str:
+    """Triton's name of it: tf32 for float32 alone, and where torch's own products have it."""
+    # ``allow_tf32`` raises where a program has said the same in the other way.
+    return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+
+
 def with_dense_rows(tensor: Tensor) -> Tensor:
     """``tensor`` if its last dimension is contiguous, else a contiguous copy (an expanded gradient, a transpose)."""
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()

@@ -71,8 +71,9 @@ def _rows_kernel(
         column = start + tl.arange(0, CHUNK)
         inside = is_query[:, None] & (column < of_keys)[None, :]
         places = row_parts + (plane * queries + query)[:, None] * of_keys + column[None, :]
-        parts = tl.load(places, mask=inside, other=float("-inf") if ADDED else 0)
-        rows = tl.maximum(rows, tl.max(parts.to(dtype), axis=1))
+        parts = tl.load(places, mask=inside, other=0).to(dtype)
+        # Triton up to 3.7 at least fails on a reduction of what it has loaded as it is, whose result is used twice.
+        rows = tl.maximum(rows, tl.max(tl.where(inside, parts, float("-inf") if ADDED else 0.0), axis=1))
     place = plane * of_queries * BLOCK + query
     if ADDED:
         hidden = is_query & (rows <= LEAST)

@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Mapping, Set
 
 import torch
+from torch.torch_version import TorchVersion
 
 
 def installed_version(package: str) -> str | None:
@@ -25,15 +26,18 @@ def why_absent(package: str) -> str | None:
     return f"{package} is for CUDA alone" if torch.version.hip is not None else None
 
 
-def why_unusable(package: str, module: str, parameters: Mapping[str, Set[str]]) -> str | None:
+def why_unusable(package: str, least: str, module: str, parameters: Mapping[str, Set[str]]) -> str | None:
     """Why a package for CUDA cannot be used; None: it can. Imports it, which takes seconds, if it is installed.
 
     Args:
+        least: the first version that serves all cards that glue takes it for.
         parameters: of each function of ``module`` that is called, what it must take.
     """
     if absent := why_absent(package):
         return absent
     version = installed_version(package)
+    if version is not None and TorchVersion(version) < least:
+        return f"{package} {version} is older than {least}"
     try:
         imported = importlib.import_module(module)
         taken = {name: set(inspect.signature(getattr(imported, name)).parameters) for name in parameters}

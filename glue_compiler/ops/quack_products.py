@@ -21,6 +21,7 @@ from glue_compiler.ops import cards, optional_package
 from glue_compiler.ops.kernel_support import runs_triton, with_dense_rows
 
 PACKAGE = "quack-kernels"
+_LEAST = "0.6.5"
 _MODULE = "quack.gemm"
 _CALL = {"A", "B", "D", "C", "tile_count_semaphore", "rowvec_bias", "cu_seqlens_m", "cu_seqlens_k"}
 _PARAMETERS = {
@@ -65,7 +66,7 @@ _lock = threading.Lock()
 @functools.cache
 def unusable() -> str | None:
     """Why the package cannot be used; None: it can. Imports it, which takes seconds, if it is installed."""
-    return optional_package.why_unusable(PACKAGE, _MODULE, _PARAMETERS)
+    return optional_package.why_unusable(PACKAGE, _LEAST, _MODULE, _PARAMETERS)
 
 
 def _device_serves(tensor: Tensor) -> bool:

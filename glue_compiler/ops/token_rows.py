@@ -10,6 +10,7 @@ from torch import Tensor
 
 from glue_compiler.ops.composite import composite
 from glue_compiler.ops.opaque import opaque
+from glue_compiler.ops.page_locked import locked_copy
 
 _waiting: deque[tuple[Tensor, torch.cuda.Event]] = deque()
 """Per row of a batch on a GPU whether its labels break the contract, on their way to the host."""
@@ -125,7 +126,7 @@ def target_rows(targets: Tensor, rows: Tensor, seen: Tensor, starts: Tensor, ign
     """
     breaks = ((targets != ignore_index) & ~seen).any(1)
     if breaks.is_cuda:
-        host = torch.empty(breaks.shape, dtype=torch.bool, pin_memory=True).copy_(breaks, non_blocking=True)
+        host = locked_copy(torch.empty(breaks.shape, dtype=torch.bool)).copy_(breaks, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
         _waiting.append((host, event))

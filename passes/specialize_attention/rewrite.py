@@ -6,6 +6,7 @@ import math
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from glue_compiler.fx.dead_nodes import erase_dead
 from glue_compiler.fx.node_maker import NodeMaker
 from glue_compiler.fx.value_numbering import Scope
 from glue_compiler.fx.values import expression, expressions, requires_grad, storages_of, value_of
+from glue_compiler.ops.attention_choice import AttentionCall, sdpa_shares_heads
 from glue_compiler.ops.document_blocks import BLOCK
 from glue_compiler.ops.mask_blocks import Kind, to_whole_blocks, whole_blocks_pay
 from glue_compiler.passes.specialize_attention.analysis import AttentionPlan, Replacement
@@ -81,7 +83,8 @@ class _Writer:
     def _attention(self, replacement: Replacement, expected: torch.Tensor) -> fx.Node:
         """``[B, H, Q, D]``, where D may be wider than expected."""
         site, visibility = replacement.site, replacement.visibility
-        query, key, value = self._operands(site, expected.dtype)
+        takes_groups = replacement.kernel is not None or self._sdpa_shares_heads(site, expected.dtype)
+        query, key, value = self._operands(site, expected.dtype, takes_groups)
         scale = site.scale
         if replacement.call is not None and value_of(query).shape[3] != value_of(value).shape[3]:
             scale = 1 / math.sqrt(value_of(query).shape[3]) if scale is None else scale
@@ -106,8 +109,13 @@ class _Writer:
             dropout_p=site.dropout,
             is_causal=replacement.form == "causal",
             scale=site.scale,
-            enable_gqa=site.is_grouped,
+            enable_gqa=site.is_grouped and value_of(query).shape[1] != value_of(key).shape[1],
         )
+
+    @staticmethod
+    def _sdpa_shares_heads(site: AttentionSite, dtype: torch.dtype) -> bool:
+        operands = (value_of(each) for each in (site.query, site.grouped_key, site.grouped_value))
+        return sdpa_shares_heads(replace(AttentionCall.of(*operands), dtype=dtype))
 
     def _once(self, site: AttentionSite, scope: Scope, what: Any, write: Callable[[], list[fx.Node]]) -> list[fx.Node]:
         """Nodes that ``write`` makes in ``scope``, before the site; ``what`` tells them apart from others."""
@@ -153,15 +161,18 @@ class _Writer:
         made = self.make.call(target, *args)
         return [self.make.call(operator.getitem, made, i) for i in range(len(value_of(made)))]
 
-    def _operands(self, site: AttentionSite, dtype: torch.dtype) -> list[fx.Node]:
+    def _operands(self, site: AttentionSite, dtype: torch.dtype, takes_groups: bool) -> list[fx.Node]:
         """Query, key and value in the dtype that the attention computes in: autocast may have cast them.
+
+        ``takes_groups``: the heads of keys need not be repeated for those of queries.
 
         What was copied for the attention, such as heads that are repeated, it did not save: others may write it.
         """
         numbering, is_saved = self.reader.operators.numbering, requires_grad(value_of(site.output))
         read = storages_of([value_of(arg) for each in (site.output, *site.inside) for arg in each.all_input_nodes])
         found = []
-        for node in (site.query, site.grouped_key, site.grouped_value):
+        keys = (site.grouped_key, site.grouped_value) if takes_groups else (site.key, site.value)
+        for node in (site.query, *keys):
             storages = storages_of(value_of(node))
             node = self.results.get(node, node)  # the result of an attention that has been written already
             if value_of(node).dtype != dtype:

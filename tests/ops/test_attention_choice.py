@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from glue_compiler.ops import flash_attn4
-from glue_compiler.ops.attention_choice import AttentionCall, choose, unsupported
+from glue_compiler.ops.attention_choice import AttentionCall, choose, sdpa_shares_heads, unsupported
 
 HOPPER = AttentionCall("cuda", (9, 0), torch.bfloat16, 128, 128, 32, 8, 1, 8192)
 CPU = AttentionCall.of(*(torch.zeros(1, heads, 10, 16) for heads in (4, 2, 2)))
@@ -133,3 +133,20 @@ def test_deterministic_algorithms_do_without_flash_attention_4():
         assert choose(HOPPER, "inductor") == "flex"
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(
+    ("change", "shares"),
+    [
+        ({}, True),
+        ({"head_size": 256, "value_size": 256}, True),
+        ({"capability": (8, 0), "dtype": torch.float16}, True),
+        ({"capability": None, "dtype": torch.float32}, True),  # off NVIDIA's cards it is as torch has it
+        ({"capability": (7, 5), "dtype": torch.float16}, False),
+        ({"dtype": torch.float32}, False),
+        ({"head_size": 264, "value_size": 264}, False),
+        ({"value_size": 64}, False),
+    ],
+)
+def test_who_takes_fewer_key_heads_in_sdpa(change, shares):
+    assert sdpa_shares_heads(dataclasses.replace(HOPPER, **change)) is shares

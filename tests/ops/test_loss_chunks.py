@@ -43,6 +43,14 @@ def test_rows_are_one_chunk_where_several_would_need_more_for_their_sums():
     assert len(row_chunks(2048, row_bytes, CUDA, sums=2048 * row_bytes - 1)) == 2
 
 
+@pytest.mark.parametrize("gib", [6, 8, 16])
+@pytest.mark.parametrize("row_bytes", [2 * 32_000, 2 * 262_144, 4 * 262_144, 4 * 1_000_003])
+def test_no_chunk_is_much_larger_than_twice_a_small_cards_share(monkeypatch, gib, row_bytes):
+    monkeypatch.setattr(loss_chunks, "size_of", lambda device: gib * 2**30)
+    chunks = row_chunks(8192, row_bytes, CUDA)
+    assert max(chunk.stop - chunk.start for chunk in chunks) * row_bytes <= 2.4 * gib * 2**30 / 40
+
+
 @pytest.mark.parametrize(("gib", "least"), [(8, 8), (16, 6), (24, 4), (80, 4)])
 def test_chunks_follow_the_memory_of_a_card(monkeypatch, gib, least):
     monkeypatch.setattr(loss_chunks, "size_of", lambda device: gib * 2**30)

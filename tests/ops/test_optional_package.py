@@ -68,3 +68,16 @@ def test_a_package_whose_functions_take_other_arguments(package, function, missi
 def test_a_package_that_is_as_it_was(package, monkeypatch):
     installed(monkeypatch, lambda name: with_parameters(package))
     assert package.unusable() is None
+
+
+@PACKAGES
+def test_a_package_that_is_too_old_is_not_imported(package, monkeypatch):
+    monkeypatch.setattr(optional_package, "installed_version", lambda package: "0.6.4")
+    assert package.unusable() == f"{package.PACKAGE} 0.6.4 is older than {package._LEAST}"
+
+
+def test_a_beta_is_older_than_the_next_one(monkeypatch):
+    for version, is_older in (("4.0.0b4", True), ("4.0.0b5", False), ("4.0.0b36", False), ("4.0.0", False)):
+        monkeypatch.setattr(optional_package, "installed_version", lambda package, version=version: version)
+        flash_attn4.unusable.cache_clear()
+        assert ("is older" in str(flash_attn4.unusable())) == is_older

@@ -22,8 +22,8 @@ checked: `make test-cards`.
 
 ## Cards of less memory
 
-- A chunk of logits is a fortieth of the card's memory at most, and 512 MiB. A copy of a mask in whole blocks takes an
-  eightieth for each byte of its dtype.
+- A chunk of logits aims at a fortieth of the card's memory, and at 512 MiB at most; where that is fewer than 1,024 rows
+  it is about twice as much. A copy of a mask in whole blocks takes an eightieth for each byte of its dtype.
 - Where page-locked memory is refused, as WSL may, copies go by ordinary memory, and a warning says so.
 - `python -m benchmarks.end_to_end --card 24GiB` gives training no more memory than such a card has:
   [Qwen3-8B QLoRA within 24 and 16 GiB](end_to_end.md#cards-of-24-and-16-gib).

@@ -72,3 +72,35 @@ def test_heads_repeated_without_gradients_are_not_grouped(with_gradients):
         return sdpa(query, key, value.repeat_interleave(2, 1), causal())
 
     assert_as_eager(fn, CAUSAL, tensors=inputs(1, 4, 2))
+
+
+@pytest.mark.parametrize("repeated", [False, True])
+def test_heads_stay_repeated_where_no_kernel_of_sdpa_takes_fewer(repeated, monkeypatch):
+    """As in fp32 on a GPU, where all scores would be in memory then. What the program does not repeat stays grouped."""
+    monkeypatch.setattr("glue_compiler.passes.specialize_attention.rewrite.sdpa_shares_heads", lambda call: False)
+
+    def fn(query, key, value):
+        if repeated:
+            return sdpa(query, key.repeat_interleave(2, 1), value.repeat_interleave(2, 1), causal())
+        return F.scaled_dot_product_attention(query, key, value, causal(), enable_gqa=True)
+
+    tensors = inputs(2, 4, 2)
+    assert_as_eager(fn, CAUSAL, tensors=tensors)
+    run = specialized(fn)
+    run.call(*tensors)
+    (call,) = (n for n in run.graph.graph.nodes if n.target is torch.ops.glue.causal_attention.default)
+    assert [arg.meta["example_value"].shape[1] for arg in call.args[1:3]] == [4 if repeated else 2] * 2
+
+
+def test_dropped_heads_stay_repeated_too(monkeypatch):
+    monkeypatch.setattr("glue_compiler.passes.specialize_attention.rewrite.sdpa_shares_heads", lambda call: False)
+
+    def fn(query, key, value):
+        key, value = (heads.repeat_interleave(2, 1) for heads in (key, value))
+        return F.scaled_dot_product_attention(query, key, value, causal(), dropout_p=0.5)
+
+    run = specialized(fn)
+    run.call(*inputs(2, 4, 2))
+    (call,) = (n for n in run.graph.graph.nodes if n.target is F.scaled_dot_product_attention)
+    assert call.kwargs["is_causal"]
+    assert not call.kwargs["enable_gqa"]
