@@ -49,7 +49,7 @@ def only(launches, *names):
         ("sm_89", only(product_launches(BRAIN), "product, 48 rows x 4096")),
         (None, only(plain_launches(HALF), "their gradient")),
     ],
-    ids=str,
+    ids=lambda given: ", ".join(given) if isinstance(given, dict) else given or "AMD",
 )
 def test_some_kernels_fit(card, launches):
     card = None if card is None else cards.named(card)
