@@ -38,7 +38,7 @@ _ON_DISK = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_DSL_C
 @functools.cache
 def is_installed() -> bool:
     """Imports nothing: what is compiled for small batches alone never waits for the package."""
-    return optional_package.why_absent(PACKAGE) is None
+    return optional_package.why_absent(PACKAGE, _LEAST) is None
 
 
 @functools.cache

@@ -19,10 +19,17 @@ def installed_version(package: str) -> str | None:
         return None
 
 
-def why_absent(package: str) -> str | None:
-    """Why a package for CUDA is not there; None: it is. Imports nothing."""
-    if installed_version(package) is None:
+def why_absent(package: str, least: str) -> str | None:
+    """Why a package for CUDA is not there; None: it is. Imports nothing.
+
+    Args:
+        least: the first version that serves all cards that glue takes it for.
+    """
+    version = installed_version(package)
+    if version is None:
         return f"{package} is not installed"
+    if TorchVersion(version) < least:
+        return f"{package} {version} is older than {least}"
     return f"{package} is for CUDA alone" if torch.version.hip is not None else None
 
 
@@ -30,14 +37,12 @@ def why_unusable(package: str, least: str, module: str, parameters: Mapping[str,
     """Why a package for CUDA cannot be used; None: it can. Imports it, which takes seconds, if it is installed.
 
     Args:
-        least: the first version that serves all cards that glue takes it for.
+        least: as in :func:`why_absent`.
         parameters: of each function of ``module`` that is called, what it must take.
     """
-    if absent := why_absent(package):
+    if absent := why_absent(package, least):
         return absent
     version = installed_version(package)
-    if version is not None and TorchVersion(version) < least:
-        return f"{package} {version} is older than {least}"
     try:
         imported = importlib.import_module(module)
         taken = {name: set(inspect.signature(getattr(imported, name)).parameters) for name in parameters}
