@@ -204,9 +204,14 @@ def convert_in_regions(
                 frame.record(CaptureEvent(refused, retried=False, whole=True))
     if layers.runs_in_python(kind, traced, lambda reason: frame.record(CaptureEvent(reason, retried=False))):
         return layer_calls.run_in_python()
-    # One function serves the layers of all models, and Dynamo counts what it was compiled to for all of them. It takes
-    # the hooks of one for those of all unless they are guarded, which takes as long as half of all other guards.
-    settings = {"recompile_limit": sys.maxsize, "skip_nnmodule_hook_guards": not layers.have_hooks(kind)}
+    settings = {
+        # One function serves the layers of all models, and Dynamo counts what it was compiled to for all of them.
+        "recompile_limit": sys.maxsize,
+        # Dynamo takes one layer's hooks for those of all, unless it guards them: half as long as all other guards.
+        "skip_nnmodule_hook_guards": not layers.have_hooks(kind),
+        # Up to torch 2.13 Inductor takes the first of a float's values for all of them in a checkpoint of any length.
+        "specialize_float": True,
+    }
     with dynamo.patch_dynamo(settings), layers.conversion(kind):
         return convert(frame)
 

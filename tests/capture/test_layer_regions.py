@@ -142,6 +142,30 @@ def test_three_layers_are_part_of_one_graph():
     assert Run(WithHead(layers(3))).step(ids()).regions == []
 
 
+class Numbered(Decoder):
+    """Each layer is called with a number of its own."""
+
+    def forward(self, ids):
+        states = self.embedding(ids)
+        for place, layer in enumerate(self.layers):
+            states = layer(states, 0.1 + 0.5 * place)
+        return self.norm(states)
+
+
+class WithNumber(Checkpointed):
+    def forward(self, x, number):
+        return super().forward(nn.functional.layer_norm(x, (16,), eps=number)) * number
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_numbers_of_layers_are_their_own(compiler):
+    """Inductor takes the first of a number that varies for all of them, in a checkpoint of any length."""
+    run = Run(WithHead(layers(4, WithNumber), Numbered), {"compiler": compiler})
+    for length in (12, 9, 17):
+        run.step(ids(length))
+    assert run.regions.count("WithNumber x4") == 2 * 4
+
+
 def test_lengths_that_vary_take_at_most_two_compiles_in_training_and_two_in_evaluation():
     run = Run(WithHead(layers(5, Checkpointed)))
     for length in (12, 17, 9, 23, 12):
