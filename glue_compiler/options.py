@@ -316,12 +316,19 @@ def _from_environment(environment: Mapping[str, str], pass_names: Collection[str
             warnings.warn(
                 unknown_name("variable", variable, _ENVIRONMENT, list_as="Variables"), GlueWarning, stacklevel=2
             )
-        elif key == "passes":
-            names = [name for name in re.split(r"[,\s]+", text) if name]
-            values[key] = _passes(dict.fromkeys(names, False), pass_names)
-        elif key in ("strict", "verify", "capture"):
-            flags = {"1": True, "true": True, "0": False, "": False, "false": False}
-            values[key] = _CONVERT[key](flags.get(text.lower(), text))
-        else:
-            values[key] = _CONVERT[key](text)
+            continue
+        try:
+            values[key] = _written(key, text, pass_names)
+        except GlueOptionError as error:
+            raise GlueOptionError(f"{variable}: {error}") from None
     return values
+
+
+def _written(key: str, text: str, pass_names: Collection[str]) -> Any:
+    """An option's value from a variable's text."""
+    if key == "passes":
+        return _passes(dict.fromkeys(filter(None, re.split(r"[,\s]+", text)), False), pass_names)
+    if key in ("strict", "verify", "capture"):
+        flags = {"1": True, "true": True, "0": False, "": False, "false": False}
+        return _CONVERT[key](flags.get(text.lower(), text))
+    return _CONVERT[key](text)

@@ -97,6 +97,8 @@ def test_glue_disable_wins_over_options():
     assert options.is_enabled("other_pass", default=False)
     with pytest.raises(GlueOptionError, match="did you mean 'hoist_metadata'"):
         parse(GLUE_DISABLE="hoist_metadat")
+    with pytest.raises(GlueOptionError, match="^GLUE_REGIONS: unknown regions 'foo'"):
+        parse(GLUE_REGIONS="foo")
 
 
 def test_an_unknown_variable_warns():

@@ -12,5 +12,5 @@ def entry_point() -> None:
     except ModuleNotFoundError as error:
         if error.name not in ("typer", "rich"):
             raise
-        sys.exit(f"glue: the command line needs {error.name}: pip install 'glue-compiler[cli]'")
+        sys.exit(f"glue: the command line needs {error.name}: pip install -e '.[cli]'")
     run()

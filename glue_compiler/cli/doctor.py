@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -32,6 +34,7 @@ def doctor(
         out.print(_card_table(cards.named(card)))
         return
     faults = []
+    sys.path.insert(0, str(Path.cwd()))  # for passes of the user's own, as "python -m" does
     environment = Table("", "", show_header=False, box=None, title="Environment", title_justify="left")
     for name, text in environment_lines():
         environment.add_row(f"[bold]{name}[/]", text)

@@ -37,6 +37,14 @@ def operators_in(target: Any) -> list[str]:
     return [] if name.split("::")[0] in _BUILT_IN else [name]
 
 
+def inductors_own_in(target: Any) -> str | None:
+    """The module that registers ``target``, an operator of Inductor's among torch's ``prims``; None: it is none."""
+    module = "torch._inductor.inductor_prims"
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "prims":
+        return None
+    return module if hasattr(sys.modules.get(module), target._opname) else None
+
+
 _KNOWN = {"glue", "bitsandbytes"}
 """Namespaces of operators that give the same for the same operands, and whose autograd is no more than they say."""
 

@@ -91,11 +91,12 @@ def named(name: str) -> Card:
     Raises:
         GlueOptionError: there is none; it names the nearest.
     """
-    wanted = name.strip().lower()
+    wanted = name.lower().replace(" ", "")
     capability = "sm_" + wanted.removeprefix("sm").removeprefix("_").replace(".", "")
     for card in CARDS:
-        products = card.products.lower().split(", ")
+        products = card.products.lower().replace(" ", "").split(",")
         if card.name == capability or any(wanted.startswith(product) for product in products):
             return card
-    nearest = capability if capability[3:].isdigit() else name
-    raise GlueOptionError(unknown_name("card", nearest, [card.name for card in CARDS], list_as="Cards"))
+    nearest = capability if capability[3:].isdigit() and len(capability) <= len("sm_120") else name
+    message = unknown_name("card", nearest, [card.name for card in CARDS], list_as="Cards")
+    raise GlueOptionError(f"{message} Products: {', '.join(card.products for card in CARDS)}.")

@@ -93,6 +93,9 @@ def _render_class(gm: fx.GraphModule, modules: dict[int, str], imports: dict[str
             imports[name] = statement
     for name in (name for node in gm.graph.nodes for name in operators.operators_in(node.target)):
         imports.setdefault(name, _registration(name))
+    for node in gm.graph.nodes:
+        if module := operators.inductors_own_in(node.target):
+            imports[module] = f"import {module}"
     init = ["super().__init__()"]
     for node in gm.graph.find_nodes(op="get_attr"):
         value = bodies.attribute_of(gm, node)

@@ -46,6 +46,8 @@ def replay(path: Path) -> list[Replay]:
     if path.is_dir():
         found = sorted(path.rglob(REPLAY_FILE), key=lambda file: len(file.parts))
         if not found:
+            if next(path.rglob("*.after.py"), None) is not None:
+                raise GlueGraphFileError(f"{path} is a dump: name one of its graphs, such as graph_000/01_....after.py")
             raise GlueGraphFileError(f"{path} holds no {REPLAY_FILE}: no pass changed the graph that it is about")
         return [_replay_pair(file, _module(file)) for file in found]
     if not path.is_file():

@@ -96,7 +96,7 @@ def test_without_its_libraries_the_command_says_what_to_install():
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert result.returncode == 1
-    assert "pip install 'glue-compiler[cli]'" in result.stderr
+    assert "pip install -e '.[cli]'" in result.stderr
 
 
 @pytest.mark.slow

@@ -294,6 +294,30 @@ def test_complex_constants_that_are_not_finite(tmp_path):
         torch.testing.assert_close(part(found), part(root.a), equal_nan=True)
 
 
+def graph_on(value, target):
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["example_value"] = value
+    graph.output((graph.call_function(target, (x,) * len(target._schema.arguments)),))
+    return torch.fx.GraphModule(torch.nn.Module(), graph)
+
+
+def test_an_operator_of_inductors_own_is_imported(tmp_path):
+    import torch._inductor.inductor_prims
+
+    text = render_graph(graph_on(torch.ones(3), torch.ops.prims.fma.default))
+    assert "import torch._inductor.inductor_prims" in text
+    assert run_file(written(tmp_path / "graph.py", text)).returncode == 0
+    assert "inductor_prims" not in render_graph(graph_on(torch.ones(3), torch.ops.aten.sin.default))
+
+
+def test_the_state_of_a_generator_is_one(tmp_path):
+    """Random bytes are none."""
+    path = written(tmp_path / "graph.py", render_graph(graph_on(torch.get_rng_state(), torch.ops.aten.alias.default)))
+    (found,) = load(path)["make_inputs"]()
+    torch.Generator().set_state(found)
+
+
 @pytest.mark.parametrize("ambient", [True, False])
 def test_the_modes_around_a_graph_are_those_of_its_capture(ambient, tmp_path):
     x, weight = torch.randn(4, 4), torch.randn(4, 4)

@@ -90,3 +90,10 @@ def test_data_dependent_graphs_dump_whole_files_that_load(tmp_path):
     x, *weights = layer_inputs()
     folder = dump(two_layers, tmp_path, x, positions_of(5, 7), *weights)
     assert (folder / "02_memoize_metadata.whole.py").exists()
+
+
+def test_the_folder_of_a_dump_is_none_of_a_failed_verification(tmp_path):
+    (tmp_path / "graph_000").mkdir()
+    (tmp_path / "graph_000" / "01_mine.after.py").touch()
+    with pytest.raises(GlueGraphFileError, match="is a dump: name one of its graphs"):
+        replay(tmp_path)
