@@ -29,10 +29,13 @@ REWRITES = {
     "statistics": "log-probabilities computed in chunks of rows",
     "deferred": "outputs with logits, computed only if they are read",
     "embeddings": "embedding gradients without a table in fp32",
+    "operators": "operators that compute only the tokens that padding does not hide",
+    "shared_prefixes": "batches whose rows compute what they begin with once",
     "merged": "repeated computations that go",
     "lifted": "computations that leave checkpoints, and are not repeated in backward",
     "prologue_nodes": "operators that run once a batch",
-    "steps": "operators of equal layers that are compiled once",
+    "steps": "operators of equal layers, forward and backward, that are compiled once",
+    "states": "states of random generators that attention without dropout no longer keeps",
     "moved": "saved tensors that wait for backward in host memory",
     "recomputed": "kernels that run again in backward to save memory",
 }
@@ -49,7 +52,7 @@ def _verdict(graphs: Sequence[GraphReport]) -> list[str]:
         for report in graph.passes:
             if report.changed:
                 done.setdefault(report.name, Counter()).update(report.counts)
-    breaks = sum(graph.graph_break is not None for graph in graphs)
+    breaks = sum(graph.graph_break is not None and not _is_of_layers(graph, graphs) for graph in graphs)
     where = f"{_number(len(graphs), 'graph')}, {_number(breaks, 'graph break')}, torch {torch.__version__}"
     lines = [f"glue: {_number(len(done), 'rewrite')} {'applies' if len(done) == 1 else 'apply'} here ({where})"]
     width = max(map(len, done), default=0)
@@ -74,7 +77,7 @@ def _worth(graphs: Sequence[GraphReport], counts: Iterable[Counter[str]]) -> str
     before, after = (sum(getattr(graph, f"nodes_{when}") for graph in graphs) for when in ("before", "after"))
     syncs = sum(each["syncs_removed"] for each in counts)
     once = sum(sync.once_per_batch for sync in _syncs(graphs))
-    found = [f"{before} operators become {after}"] if before != after else []
+    found = [f"{before} operators become {after}"] if before > after else []
     found += [f"{_number(syncs, 'wait')} for the device fewer in a forward"] if syncs > 0 else []
     found += [f"{_number(once, 'wait')} once a batch instead of in each call"] if once else []
     return ", ".join(found) or "nothing that a graph shows; time a step with and without"
@@ -101,15 +104,24 @@ def _details(graphs: Sequence[GraphReport]) -> list[str]:
         region = f" ({graph.region})" if graph.region else ""
         lines.append(f"\ngraph {graph.id}{region}: {graph.nodes_before} → {graph.nodes_after} nodes")
         for report in graph.passes:
-            done = ", ".join(f"{name} {count}" for name, count in report.counts.items()) or "nothing to do"
-            lines.append(f"  {report.name}: {report.error or done} ({report.milliseconds:.0f} ms)")
+            done = ", ".join(f"{name} {count}" for name, count in report.counts.items() if count)
+            if report.error or done:
+                lines.append(f"  {report.name}: {report.error or done} ({report.milliseconds:.0f} ms)")
         for sync in graph.host_syncs:
             when = "once per batch" if sync.once_per_batch else "that remains"
             lines.append(f"  host sync {when}: {sync.target}{_at(sync.source)}")
         if graph.graph_break:
             reason, source = graph.graph_break
-            lines.append(f"  ends at a graph break: {reason.splitlines()[0]}{_at(source)}")
+            ours = _is_of_layers(graph, graphs)
+            why = "where Python calls the layers" if ours else f"at a graph break: {reason.splitlines()[0]}"
+            lines.append(f"  ends {why}{_at(source)}")
     return lines
+
+
+def _is_of_layers(graph: GraphReport, graphs: Sequence[GraphReport]) -> bool:
+    """Does the graph end where glue has Dynamo leave the loop over layers to Python? Torch's reason says no more."""
+    in_regions = any(each.region for each in graphs)
+    return in_regions and graph.graph_break is not None and graph.graph_break[0].startswith("step_unsupported")
 
 
 def _left(graphs: Sequence[GraphReport]) -> list[str]:
