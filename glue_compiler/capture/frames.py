@@ -29,7 +29,7 @@ from glue_compiler.capture.layer_regions import KnownLayers, LayerRegions
 from glue_compiler.capture.regions import Loops
 from glue_compiler.capture.size_assumptions import SizeAssumptions
 from glue_compiler.capture.traced_writes import TracedWrites
-from glue_compiler.compat import dynamo, dynamo_tracing, inductor, layer_calls, parameter_names, python_checkpoints
+from glue_compiler.compat import dynamo, dynamo_tracing, inductor, layer_calls, python_checkpoints
 from glue_compiler.errors import GlueGradientLeafError, GlueSizeError, first_line
 
 log = logging.getLogger(__name__)
@@ -257,7 +257,7 @@ def _convert_as(asked: Asked, frame: Frame) -> Any:
         return _convert(frame)
     if dynamo.ranks_compile_together():
         return convert_frame_once(frame)
-    with dynamo_tracing.traced(InferenceMode()), parameter_names.left_out():
+    with dynamo_tracing.traced(InferenceMode()):
         has_loops = asked.capture is Capture.LOOPS
         convert_one = functools.partial(convert_frame_with_loops, kinds=asked.loops) if has_loops else convert_frame
         return convert_frame_with_leaves(frame, convert_one)

@@ -163,6 +163,7 @@ def _install() -> None:
         (BuiltinVariable, "call_function", _range),  # without it, loops over ranges are left to Dynamo
         (InstructionTranslatorBase, "inline_user_function_return", _inline),  # of regions, which ask for both
         (InstructionTranslatorBase, "step_graph_break", _leave),
+        (OutputGraph, "add_fqn_info_for_inlined_modules", _name),  # without it, large models are traced more slowly
     )
     parts += [each for each in optional if hasattr(each[0], each[1])]
     # All or none: what may fail comes before the first is replaced.
@@ -325,6 +326,15 @@ def _compile(original: Function) -> Function:
         return original(self, tx, reason, *args, **kwargs)
 
     return compile_subgraph
+
+
+def _name(original: Function) -> Function:
+    # Names that exported programs have, for which all modules below each that a frame touches are walked over.
+    def add_fqn_info_for_inlined_modules(self: Any, *args: Any, **kwargs: Any) -> None:
+        if not _observers.now:
+            original(self, *args, **kwargs)
+
+    return add_fqn_info_for_inlined_modules
 
 
 def bodies_around(frame: Any) -> list[Any]:
