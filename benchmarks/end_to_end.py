@@ -21,14 +21,14 @@ Variants: ``flex`` is Inductor with transformers' flex_attention, ``fa2`` and ``
 where those are installed; the others have sdpa. ``glue-torch`` takes no kernels of other packages, ``glue-unshared``
 compiles each of equal layers, those with ``-dropped`` at their end have ``padding="drop"``, ``glue-shared`` has
 ``prefix="share"`` as well, in ``-recompute`` backward computes all again that is no product, ``glue-offload`` moves the
-inputs of checkpointed layers. ``glue-none`` makes no rewrite, and ``glue-metadata``, ``glue-attention``, ``glue-
-experts`` and ``glue-loss`` make that one alone. In ``plan-B-regions`` layers keep what fits into ``memory_budget=B``
-(``plan-9.6GiB-regions``). In ``glue-update`` and ``flex-update`` clipping and AdamW are compiled too; the others have
-torch's fused AdamW. ``liger`` is eager, the model patched by Liger (package ``liger-kernel``), its loss without logits
-among them. A variant that ends in ``-layers`` compiles each decoder layer by itself (``layer.compile(...)``), as FSDP2
-recipes do; masks, rotary tables and the loss are eager then, and equal layers share their graphs. ``glue-regions`` has
-``regions="auto"``, ``flex-regions`` what a user can write by hand in its place: layers with their checkpoints inside,
-head and loss. ``-cudagraphs`` have ``mode="reduce-overhead"``.
+inputs of checkpointed layers. ``glue-none`` makes no rewrite, and ``glue-metadata``, ``glue-attention``,
+``glue-experts`` and ``glue-loss`` make that one alone. In ``plan-B-regions`` layers keep what fits into
+``memory_budget=B`` (``plan-9.6GiB-regions``). In ``glue-update`` and ``flex-update`` clipping and AdamW are compiled
+too; the others have torch's fused AdamW. ``liger`` is eager, the model patched by Liger (package ``liger-kernel``), its
+loss without logits among them. A variant that ends in ``-layers`` compiles each decoder layer by itself
+(``layer.compile(...)``), as FSDP2 recipes do; masks, rotary tables and the loss are eager then, and equal layers share
+their graphs. ``glue-regions`` has ``regions="auto"``, ``flex-regions`` what a user can write by hand in its place:
+layers with their checkpoints inside, head and loss. ``-cudagraphs`` have ``mode="reduce-overhead"``.
 
 Other libraries train a row with models, kernels, losses and compilation of their own, from the row's random weights, on
 the row's batches: ``torchtune``, ``torchtitan`` (with flex_attention; ``torchtitan-varlen`` with torch's varlen kernel)

@@ -133,38 +133,26 @@ def gpt_oss(size: Size, device: str, attention: str) -> Workload:
     return _packed(_causal_model("gpt_oss", size, device, written), device)
 
 
-def padded(row: Callable[[Size, str, str], Workload], size: Size, device: str, attention: str) -> Workload:
-    """What ``row`` trains, on batches of 8 rows, of which one is full; about 40% of the tokens are padding."""
+def padded(
+    row: Callable[[Size, str, str], Workload], size: Size, device: str, attention: str, prompt: float = 0.0
+) -> Workload:
+    """What ``row`` trains, on batches of 8 rows, of which one is full; about 40% of the tokens are padding.
+
+    ``prompt``: the rows are completions of one prompt, of this share of a full row, and completions alone count.
+    """
     workload = row(size, device, attention)
     vocabulary: int = workload.config.vocab_size
 
     def batch(tokens: int, generator: torch.Generator) -> dict[str, Tensor]:
         longest = tokens // ROWS_OF_PADDED
-        drawn = torch.rand(ROWS_OF_PADDED, generator=generator) * (0.9 * longest) + 0.1 * longest
+        least, shared = (prompt or 0.1) * longest, round(prompt * longest)
+        drawn = torch.rand(ROWS_OF_PADDED, generator=generator) * (longest - least) + least
         lengths = torch.cat([torch.tensor([longest]), drawn[1:].long().clamp(min=2)])
         mask = (torch.arange(longest) < lengths[:, None]).long()
         ids = torch.randint(vocabulary, mask.shape, generator=generator)
-        made = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
-        return {name: tensor.to(device) for name, tensor in made.items()}
-
-    return replace(workload, batch=batch)
-
-
-def group(row: Callable[[Size, str, str], Workload], size: Size, device: str, attention: str) -> Workload:
-    """What ``row`` trains, on 8 completions of one prompt as long as the longest of them; completions alone count."""
-    workload = row(size, device, attention)
-    vocabulary: int = workload.config.vocab_size
-
-    def batch(tokens: int, generator: torch.Generator) -> dict[str, Tensor]:
-        longest = tokens // ROWS_OF_PADDED
-        prompt = longest // 2
-        drawn = torch.rand(ROWS_OF_PADDED - 1, generator=generator) * (longest - prompt) + prompt
-        lengths = torch.cat([torch.tensor([longest]), drawn.long()])
-        mask = (torch.arange(longest) < lengths[:, None]).long()
-        ids = torch.randint(vocabulary, mask.shape, generator=generator)
-        ids[:, :prompt] = ids[0, :prompt]
+        ids[:, :shared] = ids[0, :shared]
         labels = ids.masked_fill(mask == 0, -100)
-        labels[:, :prompt] = -100
+        labels[:, :shared] = -100
         made = {"input_ids": ids, "attention_mask": mask, "labels": labels}
         return {name: tensor.to(device) for name, tensor in made.items()}
 
@@ -187,8 +175,8 @@ ROWS = {
     "qwen3-bf16-padded": Row(partial(padded, qwen3_bf16)),
     "qwen3-8b-lora-padded": Row(partial(padded, partial(large_lora, "qwen3_8b"))),
     "qwen3-8b-qlora-padded": Row(partial(padded, partial(large_qlora, "qwen3_8b"))),
-    "qwen3-bf16-group": Row(partial(group, qwen3_bf16), tokens=16384),
-    "qwen3-8b-qlora-group": Row(partial(group, partial(large_qlora, "qwen3_8b")), tokens=16384),
+    "qwen3-bf16-group": Row(partial(padded, qwen3_bf16, prompt=0.5), tokens=16384),
+    "qwen3-8b-qlora-group": Row(partial(padded, partial(large_qlora, "qwen3_8b"), prompt=0.5), tokens=16384),
     "gemma3-1b": Row(gemma3_1b),
     "gpt-oss": Row(gpt_oss, tokens=2048, layers=4),
     "qwen3-moe": Row(qwen3_moe, layers=4),
