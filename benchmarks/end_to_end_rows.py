@@ -73,6 +73,11 @@ def qwen3_autocast(size: Size, device: str, attention: str) -> Workload:
     return _under_autocast(_packed(_causal_model("qwen3", size, device, attention, torch.float32), device), device)
 
 
+def qwen3_8b_bf16(size: Size, device: str, attention: str) -> Workload:
+    """Qwen3-8B's width in bf16, all weights trained: two layers, for what a head and a loss take."""
+    return packed_model("qwen3_8b", size, device, attention)
+
+
 def llama_bf16(size: Size, device: str, attention: str) -> Workload:
     """Llama-3.2-1B's shape, weights in bf16, all trained."""
     return _packed(_causal_model("llama", size, device, attention), device)
@@ -180,6 +185,7 @@ ROWS = {
     "gemma3-1b": Row(gemma3_1b),
     "gpt-oss": Row(gpt_oss, tokens=2048, layers=4),
     "qwen3-moe": Row(qwen3_moe, layers=4),
+    "qwen3-8b-bf16": Row(qwen3_8b_bf16, layers=2),
 }
 
 ROWS_OF_PADDED = 8

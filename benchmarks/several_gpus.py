@@ -1,22 +1,23 @@
 """Whole training steps on the GPUs of one host, with torch's engines, beside the same on one of them.
 
-    python -m benchmarks.several_gpus [--rows qwen3-bf16,llama-8b-lora] [--engines fsdp-layers,ddp]
-        [--variants glue,inductor,flex] [--processes 1,2]
-    python -m benchmarks.several_gpus --engines ddp --variants glue --varying --steps 1000
+    python -m benchmarks.several_gpus [--cases qwen3-bf16:ddp:glue,qwen3-8b-lora@8192x12:fsdp:glue-regions]
+    python -m benchmarks.several_gpus --cases qwen3-bf16:ddp:glue --processes 2 --varying --steps 1000
 
-Rows and sizes are those of ``benchmarks.end_to_end``: an unmodified model, loss and AdamW included, one row of packed
-documents that differ each step and process. A row that ends in ``+offload`` keeps the inputs of checkpointed layers in
-host memory: with glue by ``offload_checkpoints()``, with the others by torch's ``save_on_cpu``. Each line of the table
-comes from processes of its own, one after the other.
+Rows, sizes and variants are those of ``benchmarks.end_to_end``: an unmodified model, loss and AdamW included, one row
+of packed documents that differ each step and process. ``@8192x12`` behind a row's name: 8,192 tokens a process, and 12
+layers.
 
-Engines: ``fsdp-layers`` shards and compiles each decoder layer by itself, ``fsdp-regions`` shards each and compiles
-the model with glue's ``regions="auto"``, as does ``ddp-regions``; ``ddp`` compiles what is wrapped, in one graph;
-``ddp-layers`` compiles each layer; ``ddp-cut`` is torch's default, which cuts the graph for each bucket (it
-takes no checkpoints). ``flex`` is Inductor with transformers' flex_attention, the others have sdpa.
+Engines: ``fsdp`` shards each decoder layer and what is around them, ``ddp`` has what is wrapped compiled in one graph,
+``ddp-cut`` is torch's default, which cuts the graph for each bucket (it takes no checkpoints), ``tensor`` shares heads,
+the MLP's columns and the head's rows among processes that have one batch.
 
-The table has the median milliseconds of a step of the slowest process and its peak memory, the seconds until two steps
-were done, how much of one process's speed each of several has, and under DDP whether all end with the same weights.
-``--varying`` draws the total of tokens anew for each step and process.
+All cases compile side by side, each in processes of its own, and are timed one after the other. The table has the
+median and best milliseconds of a step of the slowest process and its peak memory, the seconds until two steps were
+done, how much of one process's speed each of several has, and under DDP whether all end with the same weights.
+
+``--varying`` draws the total of tokens anew for each step and process. ``--exhaust``: the last process asks for more
+memory than there is, and the line says what ended all of them after how many seconds. ``--timeline FILE`` draws a step
+of each case of several processes.
 
 On a CPU sizes are tiny, to test the code: ``--device cpu --compiler aot_eager --processes 1,2``.
 """
@@ -24,179 +25,162 @@ On a CPU sizes are tiny, to test the code: ``--device cpu --compiler aot_eager -
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
-import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
-import glue_compiler
-from benchmarks.end_to_end_rows import ROWS, Size, Workload
+from benchmarks.end_to_end_rows import ROWS
+from benchmarks.end_to_end_variants import variant_of
+from benchmarks.several_gpus_ranks import ENGINES, Case, measure
+from benchmarks.step_streams import panel
+from benchmarks.timeline_svg import draw
 
-ENGINES = ("fsdp-layers", "fsdp-regions", "ddp", "ddp-regions", "ddp-layers", "ddp-cut")
-VARIANTS = {"glue": "sdpa", "inductor": "sdpa", "flex": "flex_attention", "eager": "sdpa"}
-"""Name → transformers' name for the attention."""
-OFFLOAD = "+offload"
-WARM_UP = 4
-COLUMNS = ("step ms", "GiB", "ready s", "scaling", "equal weights")
+CASES = (
+    *("qwen3-bf16:fsdp:glue-regions", "qwen3-bf16:fsdp:flex-layers", "qwen3-bf16:ddp:glue"),
+    *("qwen3-8b-lora@8192x12:fsdp:glue-regions", "qwen3-8b-lora@8192x12:fsdp:flex-layers"),
+)
+COLUMNS = ("step ms", "best ms", "GiB", "ready s", "scaling", "equal weights")
 
 
-def prepared(workload: Workload, engine: str, variant: str, compiler: str, device: str) -> Any:
-    """What is called: the model, wrapped and compiled."""
-    how: dict[str, Any] = {"backend": compiler}
-    if variant == "glue":
-        regions = "auto" if engine.endswith("-regions") else "whole"
-        how = {"backend": "glue", "options": {"compiler": compiler, "regions": regions}}
-    elif engine.endswith("-regions"):
-        raise ValueError(f"'{variant}' has no regions")
-    compiles = variant != "eager"
-    torch._dynamo.config.optimize_ddp = engine == "ddp-cut"
-    if compiles and engine.endswith("-layers"):
-        for layer in workload.layers:
-            layer.compile(**how)
-    if engine.startswith("fsdp"):
-        mesh = dist.init_device_mesh(device, (dist.get_world_size(),))
-        for layer in workload.layers:
-            fully_shard(layer, mesh=mesh)
-        sharded = fully_shard(workload.model, mesh=mesh)
-        return torch.compile(sharded, **how) if engine == "fsdp-regions" else sharded
-    wrapped = DistributedDataParallel(workload.model)
-    return torch.compile(wrapped, **how) if compiles and not engine.endswith("-layers") else wrapped
+@dataclass
+class Running:
+    """A case's processes, and the folder where they leave what they find."""
 
+    case: Case
+    arguments: argparse.Namespace
+    folder: Path
+    started: float = field(default_factory=time.monotonic)
+    failed: str | None = None
 
-def offloading(variant: str, device: str) -> contextlib.AbstractContextManager[Any]:
-    if variant == "glue":
-        return glue_compiler.offload_checkpoints()
-    return torch.autograd.graph.save_on_cpu(pin_memory=device == "cuda")
+    def __post_init__(self) -> None:
+        which = (str(self.folder), self.case, self.arguments)
+        # Each process is joined below, so that one that fails ends the others.
+        self.processes = torch.multiprocessing.start_processes(
+            measure, which, nprocs=self.case.processes, join=False, start_method="spawn"
+        )
 
+    @property
+    def is_ready(self) -> bool:
+        return len(list(self.folder.glob("ready*"))) == self.case.processes
 
-def steps(row: str, engine: str, variant: str, arguments: argparse.Namespace) -> Iterator[tuple[float, nn.Module]]:
-    """Seconds of each of this process's steps, and the model."""
-    device: str = arguments.device
-    torch.manual_seed(0)
-    name = row.removesuffix(OFFLOAD)
-    tokens = arguments.tokens or (256 if device == "cpu" else ROWS[name].tokens)
-    size = Size(tokens, tokens * 6000 // 8192, arguments.layers, device == "cpu")
-    workload = ROWS[name].build(size, device, VARIANTS[variant])
-    call = prepared(workload, engine, variant, arguments.compiler, device)
-    trained = [weight for weight in workload.model.parameters() if weight.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=device == "cuda")
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    for _ in range(WARM_UP + arguments.steps):
-        drawn = torch.randint(size.least, size.tokens, (), generator=generator)
-        batch = workload.batch(int(drawn) if arguments.varying else size.tokens, generator)
-        _wait(device)
-        start = time.perf_counter()
-        with offloading(variant, device) if row.endswith(OFFLOAD) else contextlib.nullcontext(), workload.around():
-            loss = call(**batch).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        _wait(device)
-        yield time.perf_counter() - start, workload.model
-
-
-def _wait(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-    dist.barrier()
-
-
-def measure(rank: int, folder: str, processes: int, which: tuple[str, str, str], arguments: argparse.Namespace) -> None:
-    """One process of one line; writes its figures to ``folder``."""
-    device = arguments.device
-    if device == "cuda":
-        torch.cuda.set_device(rank)
-    backend = "nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=processes)
-    start = time.perf_counter()
-    ready, times = 0.0, []
-    for index, step in enumerate(steps(*which, arguments)):
-        if index == 1:
-            ready = time.perf_counter() - start
-        if index == WARM_UP - 1 and device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        if index >= WARM_UP:
-            times.append(step[0])
-    peak = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
-    found = {"ms": statistics.median(times) * 1e3, "peak_gib": peak, "ready_s": ready, "sums": _sums(step[1])}
-    Path(folder, f"rank{rank}.json").write_text(json.dumps(found), encoding="utf-8")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def _sums(model: nn.Module) -> list[float]:
-    """Of each weight; those of shards are not compared."""
-    weights = (weight.detach() for weight in model.parameters() if weight.requires_grad)
-    return [weight.double().sum().item() for weight in weights if not hasattr(weight, "to_local")]
-
-
-def run(processes: int, which: tuple[str, str, str], arguments: argparse.Namespace) -> dict[str, Any]:
-    """The figures of one line; ``failed`` says why there are none."""
-    with tempfile.TemporaryDirectory() as folder:
+    def ended(self, seconds: float) -> bool:
+        """Have all processes ended, or one failed, within so many seconds?"""
+        limit = time.monotonic() + seconds
         try:
-            torch.multiprocessing.spawn(measure, (folder, processes, which, arguments), nprocs=processes)
+            while not self.processes.join(timeout=min(1.0, max(0.0, limit - time.monotonic()))):
+                if time.monotonic() >= limit:
+                    return False
         except Exception as error:  # of one process; the others were ended
             lines = [line for line in str(error).splitlines() if line and not line.startswith(" ")]
-            return {"failed": lines[-1][:300]}
-        found: list[dict[str, Any]] = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("rank*"))]
-    worst = {name: max(each[name] for each in found) for name in ("ms", "peak_gib", "ready_s")}
-    sums = [each["sums"] for each in found]
-    are_equal = all(each == sums[0] for each in sums) if sums[0] and processes > 1 else None
-    return {**worst, "equal": are_equal}
+            self.failed = f"{lines[-1][:300]} (after {time.monotonic() - self.started:.0f} s)"
+        return True
+
+    def end(self, reason: str) -> None:
+        self.failed = reason
+        for process in self.processes.processes:
+            process.kill()
+
+    def found(self) -> dict[str, Any]:
+        """The figures of one line; ``failed`` says why there are none."""
+        if self.failed is not None:
+            return {"failed": self.failed}
+        found: list[dict[str, Any]] = [json.loads(path.read_text()) for path in sorted(self.folder.glob("rank*"))]
+        worst = {name: max(each[name] for each in found) for name in ("ms", "best_ms", "peak_gib", "ready_s")}
+        sums = [each["sums"] for each in found]
+        are_equal = all(each == sums[0] for each in sums) if sums[0] and self.case.processes > 1 else None
+        return {**worst, "equal": are_equal}
 
 
-def line(processes: int, which: tuple[str, str, str], found: dict[str, Any], alone: dict[str, Any] | None) -> str:
+def run_all(cases: Sequence[Case], arguments: argparse.Namespace, folder: Path) -> list[Running]:
+    """Start everything, wait until all have compiled or the limit is over, and time one case after the other."""
+    running = []
+    for number, case in enumerate(cases):
+        place = folder / str(number)
+        place.mkdir()
+        running.append(Running(case, arguments, place))
+    limit = time.monotonic() + arguments.limit
+    for each in running:
+        while not each.is_ready and not each.ended(0.2):
+            if time.monotonic() >= limit:
+                each.end("not ready in time")
+                break
+    for each in running:
+        if each.failed is None:
+            each.started = time.monotonic()
+            (each.folder / "go").touch()
+            if not each.ended(arguments.limit):
+                each.end("not done in time")
+    return running
+
+
+def line(case: Case, found: dict[str, Any], alone: dict[str, Any] | None) -> str:
     if "failed" in found:
         cells = [found["failed"]]
     else:
         scaling = f"{alone['ms'] / found['ms']:.3f}" if alone is not None and "ms" in alone else ""
         equal = {None: "", True: "yes", False: "NO"}[found["equal"]]
-        cells = [f"{found['ms']:.1f}", f"{found['peak_gib']:.1f}", f"{found['ready_s']:.0f}", scaling, equal]
-    return f"| {' | '.join([*which, str(processes), *cells])} |"
+        times = (f"{found['ms']:.1f}", f"{found['best_ms']:.1f}")
+        cells = [*times, f"{found['peak_gib']:.1f}", f"{found['ready_s']:.0f}", scaling, equal]
+    return f"| {' | '.join([case.row, case.engine, case.variant, str(case.processes), *cells])} |"
+
+
+def cases_of(text: str, processes: Sequence[int]) -> list[Case]:
+    """Raises ValueError: a name is unknown."""
+    found = []
+    for each in text.split(","):
+        row, engine, variant = each.split(":") if each.count(":") == 2 else (each, "", "")
+        for number in processes:
+            case = Case(row, engine, variant, number)
+            for given, known in ((engine, ENGINES), (case.name, ROWS)):
+                if given not in known:
+                    raise ValueError(f"'{each}': there is no '{given}'; known are {', '.join(known)}")
+            variant_of(variant)
+            found.append(case)
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     cards = torch.cuda.device_count()
     numbers = ",".join(dict.fromkeys(("1", str(max(1, cards)))))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", default="qwen3-bf16,llama-8b-lora", help=f"of {', '.join(ROWS)}, and with {OFFLOAD}")
-    parser.add_argument("--engines", default="fsdp-layers,ddp", help=f"of {', '.join(ENGINES)}")
-    parser.add_argument("--variants", default="glue,inductor,flex", help=f"of {', '.join(VARIANTS)}")
+    parser.add_argument("--cases", default=",".join(CASES), help=f"ROW:ENGINE:VARIANT, engines of {', '.join(ENGINES)}")
     parser.add_argument("--processes", default=numbers, help="one line for each; by default one, and all cards")
-    parser.add_argument("--tokens", type=int, help="of each process; a row has its own")
     parser.add_argument("--varying", action="store_true", help="totals differ in each step and process")
-    parser.add_argument("--layers", type=int)
-    parser.add_argument("--steps", type=int, default=10, help=f"timed, after {WARM_UP} others")
+    parser.add_argument("--exhaust", action="store_true", help="one process runs out of memory")
+    parser.add_argument("--timeline", help="an SVG of a step of each case")
+    parser.add_argument("--steps", type=int, default=10, help="timed, after some others")
+    parser.add_argument("--limit", type=float, default=600, help="seconds to compile, and to run, at most")
     parser.add_argument("--compiler", default="inductor", choices=("inductor", "aot_eager"))
     parser.add_argument("--device", default="cuda" if cards else "cpu", choices=("cuda", "cpu"))
     arguments = parser.parse_args(argv)
-    rows, engines, variants = (value.split(",") for value in (arguments.rows, arguments.engines, arguments.variants))
-    for given, known in ((engines, ENGINES), (variants, VARIANTS), ([r.removesuffix(OFFLOAD) for r in rows], ROWS)):
-        if unknown := set(given) - set(known):
-            parser.error(f"unknown: {', '.join(sorted(unknown))}; known are {', '.join(known)}")
+    try:
+        cases = cases_of(arguments.cases, [int(number) for number in arguments.processes.split(",")])
+    except ValueError as error:
+        parser.error(str(error))
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast over NVLink is not to be had in every virtual machine
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    print(f"| row | engine | variant | processes | {' | '.join(COLUMNS)} |\n|{'---|' * (4 + len(COLUMNS))}", flush=True)
-    for row in rows:
-        for engine in engines:
-            for variant in variants:
-                which = (row, engine, variant)
-                alone = None
-                for processes in map(int, arguments.processes.split(",")):
-                    found = run(processes, which, arguments)
-                    print(line(processes, which, found, alone), flush=True)
-                    alone = found if processes == 1 else alone
+    with tempfile.TemporaryDirectory() as folder:
+        running = run_all(cases, arguments, Path(folder))
+        print(f"| row | engine | variant | processes | {' | '.join(COLUMNS)} |\n|{'---|' * (4 + len(COLUMNS))}")
+        alone: dict[tuple[str, str, str], dict[str, Any]] = {}
+        panels = []
+        for each in running:
+            case, found = each.case, each.found()
+            which = (case.row, case.engine, case.variant)
+            print(line(case, found, alone.get(which)), flush=True)
+            if case.processes == 1:
+                alone[which] = found
+            if (each.folder / "trace.json").exists() and case.processes > 1:
+                panels.append(panel(" ".join(which), each.folder / "trace.json"))
+        if arguments.timeline and panels:
+            Path(arguments.timeline).write_text(draw("A step of several GPUs", "as process 0 has it", panels))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,69 @@
+"""One recorded step of several GPUs as a picture: compute and each kind of collective, a lane each."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.profiler_trace import Interval, joined
+from benchmarks.timeline_svg import Panel, Span
+
+COLLECTIVES = {"AllGather": "all-gather", "ReduceScatter": "reduce-scatter", "AllReduce": "all-reduce"}
+"""Part of the name of NCCL's kernel → what the lane is called."""
+COMPUTE = "compute"
+GAP = 20e-6
+"""Seconds; kernels not further apart are one bar."""
+
+
+@contextlib.contextmanager
+def recorded(file: Path) -> Iterator[None]:
+    """What runs in here is written as a Chrome trace."""
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        yield
+    profiler.export_chrome_trace(str(file))
+
+
+def lanes_of(trace_events: Iterable[Mapping[str, Any]]) -> dict[str, list[Interval]]:
+    """Seconds at which each lane works, from the first work on the device on.
+
+    Raises:
+        ValueError: there was no work on a device.
+    """
+    found: dict[str, list[Interval]] = {COMPUTE: []}
+    for event in trace_events:
+        if event.get("cat") not in ("kernel", "gpu_memcpy", "gpu_memset"):
+            continue
+        name = next((lane for part, lane in COLLECTIVES.items() if f"_{part}_" in event["name"]), COMPUTE)
+        found.setdefault(name, []).append((event["ts"] * 1e-6, (event["ts"] + event["dur"]) * 1e-6))
+    if not any(found.values()):
+        raise ValueError("the trace has no work on a device")
+    begin = min(start for each in found.values() for start, _ in each)
+    return {name: [(start - begin, end - begin) for start, end in sorted(each)] for name, each in found.items()}
+
+
+def hidden(lanes: Mapping[str, list[Interval]], name: str) -> float:
+    """The share, 0 to 1, of a lane's time in which the device computes too; 1 for a lane that does nothing."""
+    busy = joined(lanes[COMPUTE], 0.0)
+    total = sum(end - start for start, end in lanes[name])
+    both = sum(max(0.0, min(end, last) - max(start, first)) for start, end in lanes[name] for first, last in busy)
+    return both / total if total else 1.0
+
+
+def panel(title: str, file: Path) -> Panel:
+    """Of a trace that ``recorded`` wrote; the title says how long each lane works, and what of it is hidden."""
+    lanes = lanes_of(json.loads(file.read_text(encoding="utf-8"))["traceEvents"])
+    step = max(end for each in lanes.values() for _, end in each)
+    words, drawn = [f"a step of {step * 1e3:.1f} ms"], []
+    for place, (name, intervals) in enumerate(lanes.items()):
+        bars = joined(intervals, GAP if name == COMPUTE else 0.0)
+        busy = sum(end - start for start, end in joined(intervals, 0.0))
+        word = f"{name} {busy * 1e3:.1f} ms"
+        words.append(word if name == COMPUTE else f"{word} ({hidden(lanes, name):.0%} beside compute)")
+        colour = None if name == COMPUTE else place
+        drawn.append((name, tuple(Span(start * 1e3, end * 1e3, colour, "") for start, end in bars)))
+    return Panel(f"{title}: {', '.join(words)}", tuple(drawn))
