@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from glue_compiler.errors import GlueDeferredError
+
 
 @dataclass(frozen=True)
 class Term:
@@ -46,6 +48,8 @@ class Head:
 
     terms: tuple[Term, ...]
     steps: tuple[Elementwise, ...] = ()
+    why_unreadable: str = ""
+    """Why the logits cannot be computed; ``""``: they can."""
 
     def logits(self, rows: Sequence[Tensor], weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> Tensor:
         """``[*lead, V]``, differentiable where gradients are recorded."""
@@ -116,7 +120,12 @@ class Head:
         """The sum of the terms and what each step makes of it; only the last is there if not ``keep``.
 
         With ``keep``, operands may be ``fx.Proxy`` objects: the operators are then appended to their graph.
+
+        Raises:
+            GlueDeferredError: they cannot be computed.
         """
+        if self.why_unreadable:
+            raise GlueDeferredError(self.why_unreadable)
         in_place = not keep and not torch.is_grad_enabled()
         remaining = iter(biases)
         total: Tensor | None = None

@@ -34,7 +34,7 @@ from glue_compiler.passes.chunk_loss.heads import Head, operands_of, read_head
 from glue_compiler.passes.chunk_loss.losses import Site
 from glue_compiler.passes.chunk_loss.row_steps import PUT_ROWS, NotALoss, is_row_operator
 from glue_compiler.passes.chunk_loss.uses import OtherUse, Uses, dead_nodes, uses_of
-from glue_compiler.passes.chunk_loss.wide_values import Wide
+from glue_compiler.passes.chunk_loss.wide_values import OF_ENTROPY, Wide
 from glue_compiler.pipeline.results import Skip
 
 aten = torch.ops.aten
@@ -178,7 +178,9 @@ def _replacement(
         raise NotALoss("its logits are zeros where padding was, and a bias would be added there")
     if not pays(head.device.type, most_bytes(operators.meta(head.value), settings.shape_env)):
         raise NotALoss("its logits are small: computing them in chunks would cost more time than it saves memory")
-    groups = groups_of(uses.sites, operators, order)
+    if head.shared is not None:
+        _require_shared(head, uses, operators)
+    groups = groups_of(uses.sites, operators, order, head.shared is not None)
     outputs = [Output(position, node, uses.wide[value]) for position, node, value in uses.outputs]
     if outputs:
         _require_deferrable(head, outputs, scope, operators, settings)
@@ -201,7 +203,8 @@ def _require_nodes(head: Head, uses: Uses, operators: Operators) -> None:
                 )
             if node.graph is not graph:
                 raise NotALoss("an operand of the product, or a target, is of another graph")
-            if node.op == "placeholder" and (kind := subclass_of(node)) is not None:
+            is_shared = head.shared is not None and value in operands_of(head)
+            if node.op == "placeholder" and not is_shared and (kind := subclass_of(node)) is not None:
                 raise NotALoss(f"an operand of the product, or a target, is of a class of its own, {kind}")
         storages = storages_of([value_of(value.node) for value in needed])
         if requires_grad(value_of(site.node)) and not operators.numbering.is_unwritten_after(storages, site.node):
@@ -211,6 +214,24 @@ def _require_nodes(head: Head, uses: Uses, operators: Operators) -> None:
             raise NotALoss(
                 "a hook or a backward of your own gets the gradient of a weight [K, V], and sees its strides"
             )
+
+
+def _require_shared(head: Head, uses: Uses, operators: Operators) -> None:
+    """All that is taken of them can be put together from what each rank has of its own classes.
+
+    Which writes reach the memory of a DTensor is not known: none may come after the product, whose operands are read
+    where the loss is taken, and in backward.
+    """
+    product = head.inside[0].node
+    if any(write.time > operators.numbering.starts[product] for write in operators.numbering.writes):
+        raise NotALoss("ranks share its classes, and memory is written after the product")
+    for site in uses.sites:
+        if site.kind == "argmax" or site.wide.form in OF_ENTROPY:
+            raise NotALoss("ranks share its classes, and more is taken than sums over them and a target's logit")
+        if site.loss is not None and site.loss.class_weight is not None and site.loss.label_smoothing:
+            raise NotALoss("ranks share its classes, and a smoothed loss weighs them")
+    if not all(requires_grad(value_of(node)) for _, node, _ in uses.outputs):
+        raise NotALoss("ranks share its classes, and its logits are returned where no gradients are recorded")
 
 
 def _tensors_of(site: Site) -> Iterator[Value]:
@@ -231,7 +252,7 @@ def _require_deferrable(
         raise NotALoss("its logits leave a body that is checkpointed, or is called in another way")
     for term in head.terms:
         for value in (term.weight.value, term.bias):
-            if value is not None and not _is_of_an_input(value, scope):
+            if value is not None and head.shared is None and not _is_of_an_input(value, scope):
                 raise NotALoss(
                     "its logits are returned, and its weight is made in the graph; as an input it could wait"
                 )

@@ -51,12 +51,16 @@ class Statistics:
 Group = Fused | Statistics
 
 
-def groups_of(sites: Sequence[Site], operators: Operators, order: Mapping[fx.Node, int]) -> list[Group]:
+def groups_of(
+    sites: Sequence[Site], operators: Operators, order: Mapping[fx.Node, int], is_shared: bool
+) -> list[Group]:
     """The groups that compute ``sites``. ``order``: the places of nodes in the graph; an operator stands before the
-    first of its sites, and must find its target there."""
+    first of its sites, and must find its target there. ``is_shared``: ranks share the classes, so that the statistics
+    of all are needed before a gradient is."""
     grouping = _Grouping(operators, order)
     for site in sites:
-        if site.loss is not None and site.loss.reduction != "none" and not grouping.is_mixed(site, sites):
+        is_fused = site.loss is not None and site.loss.reduction != "none" and not is_shared
+        if is_fused and not grouping.is_mixed(site, sites):
             grouping.fused.append(Fused(site, scores_of(site.wide.steps)))
         elif site.target is not None:
             grouping.add(site)

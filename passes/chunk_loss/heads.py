@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from glue_compiler.fx.operators import Call, Operators, Value
+from glue_compiler.passes.chunk_loss.shared_heads import Shared, read_shared
 
 aten = torch.ops.aten
 
@@ -47,6 +48,7 @@ class Head:
     Attributes:
         value: the sum.
         inside: the values between the operands and the sum, itself included.
+        shared: this rank's classes, where ranks share them; rows, weight and bias are DTensors then.
     """
 
     value: Value
@@ -54,6 +56,7 @@ class Head:
     inside: tuple[Value, ...]
     classes: int
     device: torch.device
+    shared: Shared | None = None
 
 
 def read_head(value: Value, operators: Operators) -> Head | None:
@@ -62,6 +65,10 @@ def read_head(value: Value, operators: Operators) -> Head | None:
     inside: list[Value] = []
     if not meta.dtype.is_floating_point or not meta.rank or not isinstance(meta.shape[-1], int):
         return None
+    product = read_shared(value, operators)
+    if product is not None:
+        term = Term(product.rows, Matrix(product.weight), product.bias, product.dtype)
+        return Head(value, (term,), product.inside, meta.shape[-1], meta.device, product.shared)
     terms = _terms(value, operators, inside)
     if not terms:
         return None

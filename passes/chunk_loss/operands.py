@@ -10,6 +10,7 @@ from torch import fx
 
 from glue_compiler.fx.operators import Value
 from glue_compiler.fx.values import expression, value_of
+from glue_compiler.ops.shared_classes import own_part, whole_rows
 from glue_compiler.passes.chunk_loss.heads import Head, Term
 from glue_compiler.passes.chunk_loss.row_nodes import RowWriter
 from glue_compiler.passes.chunk_loss.row_steps import RowStep
@@ -60,10 +61,15 @@ class Operands:
 
     def bias(self, term: Term, is_detached: bool) -> fx.Node:
         assert term.bias is not None
-        return self.writer.reshaped(self._operand(term.bias, is_detached), (self.head.classes,))
+        classes = self.head.classes if self.head.shared is None else self.head.shared.classes
+        return self.writer.reshaped(self._operand(term.bias, is_detached), (classes,))
 
     def _operand(self, value: Value, is_detached: bool) -> fx.Node:
         node = self.writer.node(value)
+        if self.head.shared is not None:
+            local = whole_rows if value == self.head.terms[0].rows else own_part
+            key = ("local", value, self.writer.make.mode)
+            node = self._once(key, lambda: self.writer.make.call(local, self.writer.node(value)))
         return self.writer.make.call(aten.detach.default, node) if is_detached else node
 
     def _scaled(self, node: fx.Node, term: Term) -> fx.Node:

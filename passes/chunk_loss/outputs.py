@@ -55,17 +55,28 @@ class _Returned:
 
 
 def _deferred(output: Output, replacement: Replacement, operands: Operands, returned: _Returned) -> DeferredOutput:
-    wide, terms = output.wide, replacement.head.terms
+    wide, terms, shared = output.wide, replacement.head.terms, replacement.head.shared
+    weights = [operands.weight(each, False) for each in terms]
+    if shared is not None:  # a shape of all classes, without their memory: the logits cannot be computed
+        (weight,) = weights
+        row = operands.writer.make.proxy(weight)[:1].detach()
+        weights = [row.expand(replacement.head.classes, -1).node]
     return DeferredOutput(
         output.position,
-        Head(tuple(_described(each, operands.writer) for each in terms), wide.steps),
+        Head(tuple(_described(each, operands.writer) for each in terms), wide.steps, _SHARED if shared else ""),
         tuple(returned.operand(operands.rows(each, wide.path, False), wide.is_detached) for each in terms),
-        tuple(returned.operand(operands.weight(each, False), wide.is_detached) for each in terms),
+        tuple(returned.operand(weight, wide.is_detached) for weight in weights),
         tuple(
             returned.operand(operands.bias(each, False), wide.is_detached) for each in terms if each.bias is not None
         ),
         returned.keeps,
     )
+
+
+_SHARED = (
+    "each rank has a part of these classes, and the loss was taken without gathering the logits. Compile with "
+    'options={"logits": "kept"} to read them.'
+)
 
 
 def _described(term: heads.Term, writer: RowWriter) -> Term:

@@ -10,7 +10,9 @@ from torch import fx
 
 from glue_compiler.fx.values import expressions, storages_of, value_of, values_of
 from glue_compiler.ops.linear_row_statistics import NAMES
+from glue_compiler.ops.shared_classes import of_all_ranks
 from glue_compiler.passes.chunk_loss.groups import Statistics
+from glue_compiler.passes.chunk_loss.heads import Head
 from glue_compiler.passes.chunk_loss.losses import Site
 from glue_compiler.passes.chunk_loss.row_nodes import RowWriter
 
@@ -20,17 +22,20 @@ aten = torch.ops.aten
 class SiteFormula:
     """Of the sites of one group. ``wants``: which statistics they need."""
 
-    def __init__(self, group: Statistics, writer: RowWriter, classes: int) -> None:
+    def __init__(self, group: Statistics, writer: RowWriter, head: Head) -> None:
         self.group = group
         self.writer = writer
         self.make = writer.make
-        self.classes = classes
+        self.classes, self.shared = head.classes, head.shared
         needed = {name for site in group.sites for name in _needs(site)}
         self.wants = tuple(name in needed for name in NAMES)
         self._found: dict[str, fx.Node] = {}
 
     def flat_target(self) -> fx.Node | None:
-        """The group's targets ``[N]``: below 0 what is ignored, and past the last class what names none."""
+        """The group's targets ``[N]``: below 0 what is ignored, and past the last class what names none.
+
+        Where ranks share the classes, they are counted from this rank's first, and those of others are below 0.
+        """
         site = self.group.target
         if site is None or site.target is None:
             return None
@@ -39,17 +44,29 @@ class SiteFormula:
             target = target.squeeze(site.wide.classes)
         target = target.reshape([-1])
         found: Any = torch.where(target < 0, self.classes, target)
+        if self.shared is not None:
+            last = self.shared.first + self.shared.classes
+            is_elsewhere = (found < self.shared.first).logical_or((found >= last).logical_and(found < self.classes))
+            found = torch.where(is_elsewhere, -1, found - self.shared.first)
         if site.loss is not None:
             found = torch.where(target == site.loss.ignore_index, -1, found)
         return found.node
 
-    def take(self, statistics: fx.Node, rows: fx.Node) -> None:
-        """What the operator gave, and rows ``[*rows, K]`` in the shape of the group's."""
+    def take(self, statistics: fx.Node, rows: fx.Node, weight: fx.Node) -> None:
+        """What the operator gave, and rows ``[*rows, K]`` in the shape of the group's; ``weight`` is the head's."""
         shape = expressions(value_of(rows).shape[:-1])
-        for index, name in enumerate(NAMES):
-            if self.wants[index]:
-                found = self.make.call(operator.getitem, statistics, index)
-                self._found[name] = self.writer.reshaped(found, shape)
+        names = [name for name, wanted in zip(NAMES, self.wants, strict=True) if wanted]
+        found = {name: self.make.call(operator.getitem, statistics, NAMES.index(name)) for name in names}
+        if self.shared is not None:
+            found = self._of_all_ranks(found, weight)
+        for name, node in found.items():
+            self._found[name] = self.writer.reshaped(node, shape)
+
+    def _of_all_ranks(self, own: dict[str, fx.Node], weight: fx.Node) -> dict[str, fx.Node]:
+        """Statistics of all classes, from those of this rank's."""
+        whole = self.make.proxy(self.make.call(of_all_ranks, list(own.values()), weight))
+        parts = {name: whole[:, place] for place, name in enumerate(own)}  # [ranks, N] each
+        return {name: (x.logsumexp(0) if name == "logsumexp" else x.sum(0)).node for name, x in parts.items()}
 
     def result(self, site: Site) -> fx.Node:
         """What ``site`` gives, as nodes of its own."""

@@ -100,6 +100,8 @@ class _Reader:
         for node in graph.nodes:
             if node not in inside and holders.isdisjoint(node.all_input_nodes):
                 continue
+            if node in inside and self.head.shared is not None:  # moves of DTensors are no operators
+                continue
             if node in self.dead:
                 holders.add(node)
                 self.uses.dead.append(node)

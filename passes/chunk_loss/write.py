@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -16,7 +17,8 @@ from glue_compiler.deferred.outputs import DeferredOutput
 from glue_compiler.errors import GlueInvariantError
 from glue_compiler.fx.dead_nodes import erase_dead
 from glue_compiler.fx.node_maker import NodeMaker
-from glue_compiler.fx.operators import Operators
+from glue_compiler.fx.operators import Operators, Value
+from glue_compiler.fx.value_numbering import Numbering
 from glue_compiler.fx.values import expression, expressions, requires_grad, value_of
 from glue_compiler.passes.chunk_loss.analysis import LossPlan, Replacement
 from glue_compiler.passes.chunk_loss.groups import Fused, Group, Statistics
@@ -47,6 +49,8 @@ def apply_plan(plan: LossPlan, operators: Operators) -> tuple[Counter[str], tupl
         deferred += defer_outputs_of(replacement, writer.operands, returned[replacement.scope])
         counts["deferred"] += len(replacement.outputs)
         counts["nodes_erased"] += erase_dead(operators.numbering, writer.abandoned())
+        if replacement.head.shared is not None:
+            counts["nodes_erased"] += _erase_moves(replacement.head.inside, operators.numbering)
     if plan.replacements:
         operators.numbering.recompile()
     return counts, tuple(deferred)
@@ -145,7 +149,8 @@ class _Writer:
         return self.rows.reshaped(node, expressions(value_of(rows).shape[:-1]))
 
     def _write_statistics(self, group: Statistics) -> SiteFormula:
-        formula = SiteFormula(group, self.rows, self.replacement.head.classes)
+        head = self.replacement.head
+        formula = SiteFormula(group, self.rows, head)
         rows, weights, bias = self.operands.flat(group.path, group.is_detached)
         target = formula.flat_target()
         found = self.make.call(
@@ -158,10 +163,23 @@ class _Writer:
             group.scores.softcap,
             group.dtype,
             list(formula.wants),
-            all(site.loss is not None for site in group.sites),
+            # Of a row whose target another rank has, this one's logits count all the same.
+            head.shared is None and all(site.loss is not None for site in group.sites),
         )
-        formula.take(found, self.operands.lead(group.path, group.is_detached))
+        lead = self.operands.lead(group.path, group.is_detached)
+        formula.take(found, lead, self.rows.node(head.terms[0].weight.value))
         return formula
+
+
+def _erase_moves(inside: Sequence[Value], numbering: Numbering) -> int:
+    """Erase the product of a shared head and its gather, which moves numbers and is not known to be pure."""
+    erased = 0
+    for value in reversed(inside):
+        if not value.node.users and not value.node._erased:
+            operands = value.node.all_input_nodes
+            value.node.graph.erase_node(value.node)
+            erased += 1 + erase_dead(numbering, operands)
+    return erased
 
 
 def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:

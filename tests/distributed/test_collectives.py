@@ -1,5 +1,7 @@
 """Collectives inside of captured graphs: no rewrite adds, drops, merges or moves one, so no rank waits for another.
 
+The one exception is on all ranks alike: logits of a head whose classes they share are not gathered for a loss.
+
 Each program would be rewritten without its collective: the near miss is the same program with it left out.
 """
 
@@ -12,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
@@ -258,6 +260,49 @@ def test_attention_between_dtensors_is_rewritten(sizes):
         torch.testing.assert_close(run.call(*inputs), fn(*inputs))
     for report in run.session.graphs:
         assert report.passes[0].counts["packed"] == 1
+
+
+def gathered(logits):
+    return logits.redistribute(placements=[Replicate()]).to_local()
+
+
+def gathered_for_a_sum_of_gradients(logits):
+    return logits.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+
+
+def scaled_before_it_is_gathered(logits):
+    return (logits * 2).redistribute(placements=[Replicate()]).to_local()
+
+
+def only_this_rank(logits):
+    return logits.to_local()
+
+
+@pytest.mark.parametrize(
+    ("bring", "placement", "is_rewritten"),
+    [
+        (gathered, Shard(0), True),
+        (gathered, Shard(1), False),
+        (gathered_for_a_sum_of_gradients, Shard(0), False),
+        (scaled_before_it_is_gathered, Shard(0), False),
+        (only_this_rank, Shard(0), False),
+    ],
+)
+def test_a_head_whose_classes_ranks_share(bring, placement, is_rewritten):
+    """tests/distributed/test_shared_heads.py has its numbers on two ranks."""
+    mesh = dist.init_device_mesh("cpu", (1,))
+
+    def fn(hidden, weight, target):
+        rows = DTensor.from_local(hidden, mesh, [Replicate()], run_check=False)
+        logits = bring(torch.nn.functional.linear(rows, DTensor.from_local(weight, mesh, [placement], run_check=False)))
+        return torch.nn.functional.cross_entropy(logits, target)
+
+    inputs = x(16, 8), x(512, 8, seed=1), torch.arange(16)
+    run = compile_with_glue(fn, passes={"chunk_loss": True})
+    for got, want in zip(step(run.call, inputs), step(fn, inputs), strict=True):
+        torch.testing.assert_close(got, want)
+    assert (run.counts.get("statistics", 0) == 1) == is_rewritten
+    assert bool(run.report.passes[0].skips) != is_rewritten
 
 
 @pytest.mark.slow

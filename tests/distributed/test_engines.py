@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 PACKED, LISTED = "specialize_attention.packed", "specialize_attention.listed"
 LAYERS = {"num_hidden_layers": 5}
-LOSSES, DEFERRED = "chunk_loss.losses", "chunk_loss.deferred"
+LOSSES, DEFERRED, STATISTICS = "chunk_loss.losses", "chunk_loss.deferred", "chunk_loss.statistics"
 
 
 def attentions(counts: dict[str, int]) -> int:
@@ -107,8 +107,8 @@ def test_hsdp(four_ranks, name):
 def test_tensor_parallel(two_ranks, name):
     for each in trained(two_ranks, "tensor", name, "llama"):
         assert attentions(each.counts) > 0
-        if name.endswith("whole"):
-            assert any("not by a product of rows with a plain weight" in skip for skip in each.skips)
+        if name.endswith("whole"):  # each rank has half of the head's classes
+            assert each.counts[STATISTICS] > 0, each.skips
 
 
 @pytest.mark.parametrize("name", engines.EXPERTS)
