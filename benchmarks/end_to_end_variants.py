@@ -32,6 +32,7 @@ class Variant:
         recomputes: backward computes again all that is fused and no product (torch's aggressive_recomputation).
         peer: of another library, (row, size, device, what compiles) → what is trained, compiled.
         compiles_update: clipping and the optimizer's step too, by the same compiler.
+        keeps: what a row checkpoints is kept.
     """
 
     compiler: str | None
@@ -43,6 +44,7 @@ class Variant:
     recomputes: bool = False
     peer: Callable[[str, Size, str, str], Workload] | None = None
     compiles_update: bool = False
+    keeps: bool = False
 
     @property
     def is_compiled(self) -> bool:
@@ -53,7 +55,10 @@ class Variant:
         """What is trained; a peer has compiled it with ``compiler``."""
         if self.peer is not None:
             return self.peer(row, size, device, compiler)
-        return ROWS[row].build(size, device, self.attention)
+        workload = ROWS[row].build(size, device, self.attention)
+        if self.keeps:
+            base_of(workload).gradient_checkpointing_disable()
+        return workload
 
     def compiled(self, workload: Workload, compiler: str) -> Any:
         """What is called in a step; ``compiler`` is what stands behind glue, or is compared with it."""
@@ -172,6 +177,7 @@ VARIANTS = {
     "flex-update": Variant("inductor", "flex_attention", compiles_update=True),
     "inductor-layers": Variant("inductor", by_layers=True),
     "flex-layers": Variant("inductor", "flex_attention", by_layers=True),
+    "flex-layers-kept": Variant("inductor", "flex_attention", by_layers=True, keeps=True),
     "glue-none": _glue_with(),
     "glue-metadata": _glue_with("hoist_metadata", "memoize_metadata"),
     "glue-attention": _glue_with("specialize_attention"),

@@ -101,7 +101,9 @@ def steps(
     workload = variant.workload(case.name, size, device, arguments.compiler)
     call = prepared(workload, case.engine, variant, arguments.compiler, device)
     trained = [weight for weight in workload.model.parameters() if weight.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=device == "cuda")
+    kinds = ([weight for weight in trained if hasattr(weight, "to_local") is is_shared] for is_shared in (False, True))
+    groups = [{"params": weights} for weights in kinds if weights]  # one call takes no DTensors beside plain ones
+    optimizer = torch.optim.AdamW(groups, lr=1e-5, fused=device == "cuda")
     shares = case.engine == "tensor"  # all ranks have one batch
     generator = torch.Generator().manual_seed(0 if shares else dist.get_rank())
     for number in itertools.count():

@@ -174,10 +174,30 @@ HSDP = {
     "layers": fsdp("layers", shape=(2, 2)),
     "after": fsdp("after", shape=(2, 2)),
 }
+
+
+def of_transformers() -> Engine:
+    """transformers' own plan of a model, which shares the head's classes and gathers the logits."""
+
+    def prepare(model, compiles):
+        from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+        mesh = torch.distributed.init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+        plan = {}
+        for name, style in model.tp_plan.items():
+            for number in range(len(model.model.layers) if "*" in name else 1):
+                module = name.replace("*", str(number))
+                plan |= {f"{module}.weight": style, module: style}
+        return compiles(apply_tensor_parallelism(model, mesh, plan))
+
+    return Engine(prepare, shares=2, dynamic=False, steps=2)
+
+
 TENSOR = {
     "whole": with_plan(tensor_plan),
     "layers": with_plan(tensor_plan, by_layers=True),
     "sequence, whole": with_plan(sequence_plan),
+    "transformers, whole": of_transformers(),
     "sequence, layers": with_plan(sequence_plan, by_layers=True),
 }
 EXPERTS = {
