@@ -3,7 +3,7 @@
     python -m benchmarks.budget_peaks [--rows qwen3-8b-lora@4096x16,llama-bf16@8192x16] [--budgets 20]
 
 Rows are those of ``benchmarks.end_to_end``, checkpointed, AdamW included; ``@4096x16`` behind a row's name: at most
-4,096 tokens in a step, and 16 layers. Each row runs in a process of its own, beside the others: times are not looked at.
+4,096 tokens in a step, and 16 layers. Each row runs in a process of its own, beside the others: times are not shown.
 Budgets lie between the peak where all layers compute again and a little above the one where all keep.
 
 For each row: how many steps of all budgets were above their budget, and the smallest and median share of the budget
