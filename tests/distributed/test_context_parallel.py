@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import linear
 
 pytest.importorskip("transformers")
@@ -112,6 +114,33 @@ class Attention(nn.Module):
         mask = (positions[:, :, None] >= positions[:, None])[:, None] if self.masked else None
         q, k, v = linear(x, self.weight).view(*x.shape[:2], 3, 2, 8).permute(2, 0, 3, 1, 4)
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, is_causal=not self.masked)
+
+
+def divided_heads() -> str:
+    """Documents in a mask, and heads that ranks divide; why glue leaves attention as it is."""
+    mesh, rank = dist.init_device_mesh("cpu", (2,)), dist.get_rank()
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn(3, 1, 4, 16, 8, generator=generator, dtype=torch.float64)
+    positions = torch.arange(16).remainder(6)[None]
+
+    def attend(parts: Tensor, positions: Tensor, *placements: Any) -> Tensor:
+        documents = (positions == 0).cumsum(-1)
+        mask = (documents[:, :, None] == documents[:, None]).tril()[:, None]
+        if placements:
+            mask = DTensor.from_local(mask, mesh, [Replicate()])
+        operands = [DTensor.from_local(part, mesh, placements) if placements else part for part in parts]
+        return torch.nn.functional.scaled_dot_product_attention(*operands, mask)
+
+    compiles = Compiles({"compiler": "aot_eager"}, None)
+    with sdpa_kernel(SDPBackend.MATH):
+        found = compiles(attend)(whole.chunk(2, dim=2)[rank], positions, Shard(1))
+        torch.testing.assert_close(found.to_local(), attend(whole, positions).chunk(2, dim=1)[rank])
+    return str([report.skips for graph in compiles.session.graphs for report in graph.passes])
+
+
+def test_attention_of_tensors_that_ranks_divide_is_left(two_ranks):
+    for skips in two_ranks.run(divided_heads):
+        assert "query, key and value are not plain tensors" in skips
 
 
 def attends(first: str, dynamic: bool | None) -> None:
