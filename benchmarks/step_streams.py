@@ -16,6 +16,8 @@ from benchmarks.timeline_svg import Panel, Span
 COLLECTIVES = {"AllGather": "all-gather", "ReduceScatter": "reduce-scatter", "AllReduce": "all-reduce"}
 """Part of the name of NCCL's kernel → what the lane is called."""
 COMPUTE = "compute"
+LEAST = 0.002
+"""Of a step: what a lane has to work, to be drawn."""
 GAP = 20e-6
 """Seconds; kernels not further apart are one bar."""
 
@@ -58,12 +60,14 @@ def panel(title: str, file: Path) -> Panel:
     """Of a trace that ``recorded`` wrote; the title says how long each lane works, and what of it is hidden."""
     lanes = lanes_of(json.loads(file.read_text(encoding="utf-8"))["traceEvents"])
     step = max(end for each in lanes.values() for _, end in each)
-    words, drawn = [f"a step of {step * 1e3:.1f} ms"], []
+    words, drawn = [f"{step * 1e3:.1f} ms"], []
     for place, (name, intervals) in enumerate(lanes.items()):
         bars = joined(intervals, GAP if name == COMPUTE else 0.0)
         busy = sum(end - start for start, end in joined(intervals, 0.0))
-        word = f"{name} {busy * 1e3:.1f} ms"
-        words.append(word if name == COMPUTE else f"{word} ({hidden(lanes, name):.0%} beside compute)")
+        if busy < LEAST * step:
+            continue
+        word = f"{name} {busy * 1e3:.1f}"
+        words.append(word if name == COMPUTE else f"{word}, {hidden(lanes, name):.0%} of it beside compute")
         colour = None if name == COMPUTE else place
         drawn.append((name, tuple(Span(start * 1e3, end * 1e3, colour, "") for start, end in bars)))
-    return Panel(f"{title}: {', '.join(words)}", tuple(drawn))
+    return Panel(f"{title}: {'; '.join(words)}", tuple(drawn))

@@ -91,8 +91,8 @@ def test_a_step_of_several_streams_says_what_of_a_collective_is_hidden(tmp_path)
     file.write_text(json.dumps({"traceEvents": events}))
     found = step_streams.panel("two", file)
     assert found.title == (
-        "two: a step of 10.0 ms, compute 9.0 ms, all-gather 2.0 ms (50% beside compute), "
-        "reduce-scatter 2.0 ms (100% beside compute)"
+        "two: 10.0 ms; compute 9.0; all-gather 2.0, 50% of it beside compute; "
+        "reduce-scatter 2.0, 100% of it beside compute"
     )
     bars = {name: [(round(bar.start, 6), round(bar.end, 6)) for bar in spans] for name, spans in found.lanes}
     assert bars == {"compute": [(1.0, 10.0)], "all-gather": [(0.0, 2.0)], "reduce-scatter": [(8.0, 10.0)]}
