@@ -180,7 +180,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             if (each.folder / "trace.json").exists() and case.processes > 1:
                 panels.append(panel(" ".join(which), each.folder / "trace.json"))
         if arguments.timeline and panels:
-            Path(arguments.timeline).write_text(draw("A step on several GPUs", "as the first process has it; ms that each stream works", panels))
+            about = "as the first process has it; ms that each stream works"
+            Path(arguments.timeline).write_text(draw("A step on several GPUs", about, panels))
 
 
 if __name__ == "__main__":
