@@ -43,34 +43,32 @@ class SharedProduct:
 
 def read_shared(value: Value, operators: Operators) -> SharedProduct | None:
     """``value`` as logits gathered from the ranks of a mesh of one dimension; None if it is made in another way."""
-    local = value.node
-    whole = _given_to(local, "to_local", operators)
-    if whole is None or operators.value(local) != value:
-        return None
-    product = _given_to(whole.node, "redistribute", operators)
-    if product is None:
+    whole = _given_to(value.node, "to_local", operators)
+    product = _given_to(whole.node, "redistribute", operators) if whole is not None else None
+    if whole is None or product is None or operators.value(value.node) != value:
         return None
     match operators.does(product):
         case Call(aten.linear, {"input": Value() as rows, "weight": Value() as weight, "bias": bias}):
             pass
         case _:
             return None
-    found = [rows, weight, *([bias] if bias is not None else [])]
-    tensors = [value_of(each.node) if isinstance(each, Value) else None for each in (*found, product, whole)]
-    if not all(map(is_dtensor, tensors)) or operators.rank(weight) != 2:
+    if bias is not None and not isinstance(bias, Value):
         return None
-    of_rows, of_weight, *of_bias, of_product, of_whole = tensors
-    meshes = {each.device_mesh for each in tensors if each is not None}
-    if len(meshes) != 1 or of_weight.device_mesh.ndim != 1:
+    parts = [weight, *([bias] if bias is not None else [])]
+    if not all(is_dtensor(value_of(each.node)) for each in (rows, whole, product, *parts)):
         return None
-    if not (_is_whole(of_rows) and _is_whole(of_whole) and all(_is_shared(each, 0) for each in (of_weight, *of_bias))):
+    made, given = value_of(product.node), value_of(weight.node)
+    mesh, classes, everywhere = given.device_mesh, given.shape[0], value_of(whole.node)
+    if any(value_of(each.node).device_mesh != mesh for each in (rows, whole, product, *parts)) or mesh.ndim != 1:
         return None
-    ranks, classes = of_weight.device_mesh.size(), of_weight.shape[0]
-    if not _is_shared(of_product, of_product.dim() - 1) or of_whole.dtype != of_product.dtype or classes % ranks:
+    is_shared = _is_shared(made, made.dim() - 1) and all(_is_shared(value_of(each.node), 0) for each in parts)
+    if not (is_shared and _is_whole(value_of(rows.node)) and _is_whole(everywhere)):
         return None
-    each = classes // ranks
-    shared = Shared(of_weight.device_mesh.get_local_rank() * each, each)
-    return SharedProduct(rows, weight, bias, of_product.dtype, (product, whole, value), shared)
+    if given.dim() != 2 or everywhere.dtype != made.dtype or classes % mesh.size():
+        return None
+    own = classes // mesh.size()
+    shared = Shared(mesh.get_local_rank() * own, own)
+    return SharedProduct(rows, weight, bias, made.dtype, (product, whole, value), shared)
 
 
 def _given_to(node: fx.Node, method: str, operators: Operators) -> Value | None:
