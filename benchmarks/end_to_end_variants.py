@@ -167,6 +167,7 @@ VARIANTS = {
     "glue-dropped": Variant("glue", options=DROPPED),
     "glue-shared": Variant("glue", options=(*DROPPED, ("prefix", "share"))),
     "glue-regions-dropped": Variant("glue", options=(("regions", "auto"), *DROPPED)),
+    "glue-ranks-agree": Variant("glue", options=(("assume", {"ranks_agree": True}),)),
     "glue-layers": Variant("glue", by_layers=True),
     "glue-regions": Variant("glue", options=(("regions", "auto"),)),
     "flex-regions": Variant("inductor", "flex_attention", by_regions=True),

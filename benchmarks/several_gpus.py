@@ -94,7 +94,8 @@ class Running:
         found: list[dict[str, Any]] = [json.loads(path.read_text()) for path in sorted(self.folder.glob("rank*"))]
         worst = {name: max(each[name] for each in found) for name in ("ms", "best_ms", "peak_gib", "ready_s")}
         sums = [each["sums"] for each in found]
-        are_equal = all(each == sums[0] for each in sums) if sums[0] and self.case.processes > 1 else None
+        is_compared = self.case.engine.startswith("ddp") and self.case.processes > 1
+        are_equal = all(each == sums[0] for each in sums) if is_compared else None
         return {**worst, "equal": are_equal}
 
 

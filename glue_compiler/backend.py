@@ -139,10 +139,10 @@ class GlueBackend:
             loops = functools.reduce(operator.or_, (p.proves_loops for p in pipeline.passes), loops)
             how = capture.Capture.LOOPS if loops else capture.Capture.VALUES
         refusal = None if options.offload is None else "'offload' looks at all layers of a step"
-        return capture.Asked(how, options.regions == "auto", refusal, loops)
+        return capture.Asked(how, _where_regions_begin(options), refusal, loops)
 
     def compiles_regions(self, stored: Mapping[str, Any]) -> bool:
-        return self._pipeline_for(stored).options.regions == "auto"
+        return _where_regions_begin(self._pipeline_for(stored).options) != "never"
 
     def record_capture(self, stored: Mapping[str, Any], event: capture.CaptureEvent) -> None:
         self._session_for(self._pipeline_for(stored).options).add_capture_event(event)
@@ -157,6 +157,13 @@ class GlueBackend:
 
     def _session_for(self, options: GlueOptions) -> Session:
         return watchers.session_of(options, self._session)
+
+
+def _where_regions_begin(options: GlueOptions) -> capture.RegionsBegin:
+    if options.regions is not None:
+        return "always" if options.regions == "auto" else "never"
+    looks_at_all_layers = options.offload is not None or options.prefix == "share"
+    return "where graphs end" if options.capture and not looks_at_all_layers else "never"
 
 
 capture.install(GlueBackend)

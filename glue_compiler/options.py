@@ -25,7 +25,7 @@ Regions = Literal["whole", "auto"]
 MixedDocuments = Literal["warn", "ignore"]
 Padding = Literal["keep", "drop"]
 Prefix = Literal["keep", "share"]
-ASSUMPTIONS = ("sorted_document_ids",)
+ASSUMPTIONS = ("sorted_document_ids", "ranks_agree")
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class GlueOptions:
         logits: of graphs that return the logits of a loss: ``"deferred"``: they are computed when somebody reads them.
             ``"kept"``: such graphs compute loss and logits as they are.
         regions: ``"auto"``: layers that are alike are compiled once for each kind, and Python runs their loop.
-            ``"whole"``: a graph holds all that Dynamo can capture, as always with ``fullgraph=True``; the default
-            without a ``memory_budget``.
+            ``"whole"``: a graph holds all that Dynamo can capture, as always with ``fullgraph=True``. None: whole,
+            unless the graph would end in the first of these layers, as at a hook of FSDP2's.
         mixed_documents: ``"warn"``: once, where layers mix the documents of a packed batch that attention keeps apart.
         padding: ``"drop"``: tokens that a padding mask hides are not computed; results are zeros there, and their
             labels must be ignored. ``"keep"``: they are.
@@ -74,7 +74,7 @@ class GlueOptions:
     compiler: Compiler = "inductor"
     kernels: Kernels = "all"
     logits: Logits = "deferred"
-    regions: Regions = "whole"
+    regions: Regions | None = None
     mixed_documents: MixedDocuments = "warn"
     padding: Padding = "keep"
     prefix: Prefix = "keep"

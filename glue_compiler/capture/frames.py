@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import CodeType
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from glue_compiler.capture.checkpoint_writes import CheckpointWrites
 from glue_compiler.capture.expert_loops import SpeculativeRegions
@@ -190,7 +190,7 @@ def convert_in_regions(
     """Convert one frame up to the layers that it calls; or one of a layer, which all layers of its kind share."""
     kind = layers.kind_of_frame(traced)
     if kind is None:
-        observer = LayerRegions(layers, asked.refusal)
+        observer = LayerRegions(layers, asked.refusal, asked.regions == "where graphs end")
         try:
             with dynamo_tracing.traced(observer), layers.conversion(None):
                 try:
@@ -216,13 +216,16 @@ def convert_in_regions(
         return convert(frame)
 
 
+RegionsBegin = Literal["never", "where graphs end", "always"]
+
+
 @dataclass(frozen=True)
 class Asked:
-    """What options ask for. ``refusal``: why layers are no regions, where ``in_regions`` asks for them. ``loops``: that
+    """What options ask for. ``refusal``: why layers are no regions, where ``regions`` asks for them. ``loops``: that
     passes prove."""
 
     capture: Capture
-    in_regions: bool = False
+    regions: RegionsBegin = "never"
     refusal: str | None = None
     loops: Loops = Loops.NONE
 
@@ -247,8 +250,8 @@ class FrameOwner(Protocol):
 
 
 _LEFT_CHECKPOINT = (
-    "a graph ends in the body of a checkpoint, as at a hook: torch runs all of that body in eager mode. With "
-    "options={'regions': 'auto'} it is compiled"
+    "a graph ends in the body of a checkpoint, as at a hook: torch runs all of that body in eager mode. Without "
+    "options={'regions': 'whole'} it is compiled"
 )
 
 
@@ -285,7 +288,7 @@ def install(backend_class: type[FrameOwner]) -> None:
         record = functools.partial(backend.record_capture, stored)
         frame = Frame(convert, record, known.of(traced), known.note)
         convert_one = functools.partial(_convert_as, asked)
-        if not asked.in_regions or dynamo.ranks_compile_together() or not layer_calls.REGIONS.is_available():
+        if asked.regions == "never" or dynamo.ranks_compile_together() or not layer_calls.REGIONS.is_available():
             return convert_one(frame)
         return convert_in_regions(frame, traced, asked, backend.known_layers, convert_one)
 

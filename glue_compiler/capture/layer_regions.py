@@ -172,10 +172,12 @@ class LayerRegions(dynamo_tracing.TracingObserver):
 
     Args:
         refusal: why no graph ends, though layers are found.
+        waits: graphs end where layers begin only if they would end in the first one anyway, as at a hook of FSDP2's.
     """
 
     known: KnownLayers
     refusal: str | None = None
+    waits: bool = False
     refused: dict[str, None] = field(default_factory=dict)
     """Why layers that were found are no regions, in order."""
     _kinds: dict[nn.Module, _Kind] = field(default_factory=dict)
@@ -220,6 +222,12 @@ class LayerRegions(dynamo_tracing.TracingObserver):
                 return None
             self._left_at = call.at_in_function
             return "layers that are compiled by themselves"
+        if kind is None and self.waits:
+            self._in_checkpoint = bool(dynamo_tracing.bodies_around(call.frame))
+            # No other call can be the one in which tracing stops at a hook, or in a checkpoint.
+            if (self._in_checkpoint or layer_calls.has_hooks(call.module)) and self._kind(call) is not None:
+                self._inside = call
+            return None
         if kind is None and not self._is_layer(call):
             return None
         refusal = self._refusal(call.frame, call.arguments)

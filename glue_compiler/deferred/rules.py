@@ -5,13 +5,13 @@ from __future__ import annotations
 import enum
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from glue_compiler.deferred.head import Elementwise, Head
+from glue_compiler.deferred.head import Elementwise
 from glue_compiler.deferred.values import Geometry, Given, Memory, View
 
 aten = torch.ops.aten
@@ -109,7 +109,7 @@ def _copy(view: View, func: Any, args: Args, kwargs: Kwargs) -> Any:
         return NotImplemented
     head = memory.head
     if dtype != memory.dtype:
-        head = Head(head.terms, (*head.steps, Elementwise("cast", dtype=dtype)))
+        head = replace(head, steps=(*head.steps, Elementwise("cast", dtype=dtype)))
     return View.whole(memory.derived(head, view.rows()))
 
 

@@ -16,8 +16,14 @@ def whole_rows(rows: Any) -> Tensor:
 
 
 def own_part(weight: Any) -> Tensor:
-    """This rank's part of a DTensor."""
+    """This rank's part of a weight, a DTensor."""
     local: Tensor = weight.to_local()
+    return local
+
+
+def own_bias(bias: Any) -> Tensor:
+    """This rank's part of a bias: as it is now, for writes to a DTensor are not seen by what backward reads."""
+    local: Tensor = bias.to_local().clone()
     return local
 
 

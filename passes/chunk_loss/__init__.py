@@ -34,13 +34,14 @@ class ChunkLoss(GraphPass):
     numerics: ClassVar[Numerics] = Numerics.CLOSE
 
     def cache_options(self, options: Any) -> Any:
-        return (options.logits,)
+        return (options.logits, options.assume.get("ranks_agree", False))
 
     def run(self, graph: fx.GraphModule, context: PassContext) -> PassResult:
         if not may_have_losses(graph, context.effects):
             return PassResult(changed=False)
         operators = Operators(number_values(graph, context.effects), context.effects)
-        settings = Settings(_why_logits_are_kept(context), context.shape_env)
+        agree = context.options.assume.get("ranks_agree", False)
+        settings = Settings(_why_logits_are_kept(context), context.shape_env, agree)
         plan = plan_losses(operators, settings)
         written = ((f"take the losses of {each.head.value.node.name}", each) for each in plan.replacements)
         plan.replacements = list(context.fuel.allowed(written))

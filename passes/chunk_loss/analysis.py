@@ -84,10 +84,12 @@ class LossPlan:
 
 @dataclass(frozen=True)
 class Settings:
-    """``keeps_logits``: why graphs that return them are left alone, or None. ``shape_env``: of the graph's symbols."""
+    """``keeps_logits``: why graphs that return them are left alone, or None. ``shape_env``: of the graph's symbols.
+    ``ranks_agree``: ranks that share classes take the same losses, so that they can take them together."""
 
     keeps_logits: str | None
     shape_env: Any
+    ranks_agree: bool
 
 
 def may_have_losses(gm: fx.GraphModule, effects: EffectAnalysis) -> bool:
@@ -179,7 +181,7 @@ def _replacement(
     if not pays(head.device.type, most_bytes(operators.meta(head.value), settings.shape_env)):
         raise NotALoss("its logits are small: computing them in chunks would cost more time than it saves memory")
     if head.shared is not None:
-        _require_shared(head, uses, operators)
+        _require_shared(head, uses, operators, settings)
     groups = groups_of(uses.sites, operators, order, head.shared is not None)
     outputs = [Output(position, node, uses.wide[value]) for position, node, value in uses.outputs]
     if outputs:
@@ -216,12 +218,17 @@ def _require_nodes(head: Head, uses: Uses, operators: Operators) -> None:
             )
 
 
-def _require_shared(head: Head, uses: Uses, operators: Operators) -> None:
+def _require_shared(head: Head, uses: Uses, operators: Operators, settings: Settings) -> None:
     """All that is taken of them can be put together from what each rank has of its own classes.
 
     Which writes reach the memory of a DTensor is not known: none may come after the product, whose operands are read
     where the loss is taken, and in backward.
     """
+    if not settings.ranks_agree:
+        raise NotALoss(
+            "ranks share its classes, and no graph proves that all take the same losses; "
+            "options={'assume': {'ranks_agree': True}} says so"
+        )
     product = head.inside[0].node
     if any(write.time > operators.numbering.starts[product] for write in operators.numbering.writes):
         raise NotALoss("ranks share its classes, and memory is written after the product")

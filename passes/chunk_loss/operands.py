@@ -10,7 +10,7 @@ from torch import fx
 
 from glue_compiler.fx.operators import Value
 from glue_compiler.fx.values import expression, value_of
-from glue_compiler.ops.shared_classes import own_part, whole_rows
+from glue_compiler.ops.shared_classes import own_bias, own_part, whole_rows
 from glue_compiler.passes.chunk_loss.heads import Head, Term
 from glue_compiler.passes.chunk_loss.row_nodes import RowWriter
 from glue_compiler.passes.chunk_loss.row_steps import RowStep
@@ -67,7 +67,8 @@ class Operands:
     def _operand(self, value: Value, is_detached: bool) -> fx.Node:
         node = self.writer.node(value)
         if self.head.shared is not None:
-            local = whole_rows if value == self.head.terms[0].rows else own_part
+            (term,) = self.head.terms
+            local = {term.rows: whole_rows, term.weight.value: own_part}.get(value, own_bias)
             key = ("local", value, self.writer.make.mode)
             node = self._once(key, lambda: self.writer.make.call(local, self.writer.node(value)))
         return self.writer.make.call(aten.detach.default, node) if is_detached else node

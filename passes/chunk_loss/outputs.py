@@ -57,20 +57,25 @@ class _Returned:
 def _deferred(output: Output, replacement: Replacement, operands: Operands, returned: _Returned) -> DeferredOutput:
     wide, terms, shared = output.wide, replacement.head.terms, replacement.head.shared
     weights = [operands.weight(each, False) for each in terms]
+    biases = [operands.bias(each, False) for each in terms if each.bias is not None]
     if shared is not None:  # a shape of all classes, without their memory: the logits cannot be computed
-        (weight,) = weights
-        row = operands.writer.make.proxy(weight)[:1].detach()
-        weights = [row.expand(replacement.head.classes, -1).node]
+        weights, biases = (
+            [_of_classes(each, replacement.head.classes, operands) for each in k] for k in (weights, biases)
+        )
     return DeferredOutput(
         output.position,
         Head(tuple(_described(each, operands.writer) for each in terms), wide.steps, _SHARED if shared else ""),
         tuple(returned.operand(operands.rows(each, wide.path, False), wide.is_detached) for each in terms),
         tuple(returned.operand(weight, wide.is_detached) for weight in weights),
-        tuple(
-            returned.operand(operands.bias(each, False), wide.is_detached) for each in terms if each.bias is not None
-        ),
+        tuple(returned.operand(bias, wide.is_detached) for bias in biases),
         returned.keeps,
     )
+
+
+def _of_classes(part: fx.Node, classes: int, operands: Operands) -> fx.Node:
+    """One rank's part, as long as that of all: its first row over and over."""
+    row = operands.writer.make.proxy(part)[:1].detach()
+    return row.expand(classes, *(-1,) * (value_of(part).dim() - 1)).node
 
 
 _SHARED = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any
 
@@ -64,9 +65,19 @@ class SiteFormula:
 
     def _of_all_ranks(self, own: dict[str, fx.Node], weight: fx.Node) -> dict[str, fx.Node]:
         """Statistics of all classes, from those of this rank's."""
-        whole = self.make.proxy(self.make.call(of_all_ranks, list(own.values()), weight))
-        parts = {name: whole[:, place] for place, name in enumerate(own)}  # [ranks, N] each
-        return {name: (x.logsumexp(0) if name == "logsumexp" else x.sum(0)).node for name, x in parts.items()}
+        names, given = list(own), list(own.values())
+        target = self.group.target.target if self.group.target is not None else None
+        if target is not None:
+            labels = self.make.proxy(self.writer.node(target)).reshape([-1])
+            given.append(labels.to(value_of(given[0]).dtype).node)
+        whole = self.make.proxy(self.make.call(of_all_ranks, given, weight))
+        parts = {name: whole[:, place] for place, name in enumerate(names)}  # [ranks, N] each
+        found = {name: x.logsumexp(0) if name == "logsumexp" else x.sum(0) for name, x in parts.items()}
+        if target is not None:
+            labels = whole[:, len(names)]
+            differ = (labels != labels[:1]).any(0)  # ranks do not agree: no number would be right
+            found = {name: torch.where(differ, math.nan, x) for name, x in found.items()}
+        return {name: x.node for name, x in found.items()}
 
     def result(self, site: Site) -> fx.Node:
         """What ``site`` gives, as nodes of its own."""

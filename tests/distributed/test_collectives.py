@@ -1,6 +1,6 @@
 """Collectives inside of captured graphs: no rewrite adds, drops, merges or moves one, so no rank waits for another.
 
-The one exception is on all ranks alike: logits of a head whose classes they share are not gathered for a loss.
+The one exception is asked for: with ``ranks_agree``, logits of a head whose classes ranks share are not gathered.
 
 Each program would be rewritten without its collective: the near miss is the same program with it left out.
 """
@@ -279,16 +279,17 @@ def only_this_rank(logits):
 
 
 @pytest.mark.parametrize(
-    ("bring", "placement", "is_rewritten"),
+    ("bring", "placement", "agree", "is_rewritten"),
     [
-        (gathered, Shard(0), True),
-        (gathered, Shard(1), False),
-        (gathered_for_a_sum_of_gradients, Shard(0), False),
-        (scaled_before_it_is_gathered, Shard(0), False),
-        (only_this_rank, Shard(0), False),
+        (gathered, Shard(0), True, True),
+        (gathered, Shard(0), False, False),
+        (gathered, Shard(1), True, False),
+        (gathered_for_a_sum_of_gradients, Shard(0), True, False),
+        (scaled_before_it_is_gathered, Shard(0), True, False),
+        (only_this_rank, Shard(0), True, False),
     ],
 )
-def test_a_head_whose_classes_ranks_share(bring, placement, is_rewritten):
+def test_a_head_whose_classes_ranks_share(bring, placement, agree, is_rewritten):
     """tests/distributed/test_shared_heads.py has its numbers on two ranks."""
     mesh = dist.init_device_mesh("cpu", (1,))
 
@@ -298,7 +299,7 @@ def test_a_head_whose_classes_ranks_share(bring, placement, is_rewritten):
         return torch.nn.functional.cross_entropy(logits, target)
 
     inputs = x(16, 8), x(512, 8, seed=1), torch.arange(16)
-    run = compile_with_glue(fn, passes={"chunk_loss": True})
+    run = compile_with_glue(fn, passes={"chunk_loss": True}, assume={"ranks_agree": agree})
     for got, want in zip(step(run.call, inputs), step(fn, inputs), strict=True):
         torch.testing.assert_close(got, want)
     assert (run.counts.get("statistics", 0) == 1) == is_rewritten

@@ -5,6 +5,7 @@ Lengths differ on each rank and in each step. Every rewrite that the engine leav
 
 from __future__ import annotations
 
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -30,14 +31,14 @@ def attentions(counts: dict[str, int]) -> int:
     return counts.get(PACKED, 0) + counts.get(LISTED, 0)
 
 
-def run(family: str, name: str, kind: str) -> Trained:
-    return train(engines.FAMILIES[family][name], kind, {}, {})
+def run(family: str, name: str, kind: str, options: dict[str, Any]) -> Trained:
+    return train(engines.FAMILIES[family][name], kind, options, {})
 
 
-def trained(ranks: Ranks, family: str, name: str, kind: str = "qwen3") -> list[Trained]:
+def trained(ranks: Ranks, family: str, name: str, kind: str = "qwen3", **options: Any) -> list[Trained]:
     """What the ranks saw, which is what one process sees."""
     engine = engines.FAMILIES[family][name]
-    found = ranks.run(run, family, name, kind)
+    found = ranks.run(run, family, name, kind, options)
     assert_same(found, reference(ranks.number // engine.shares, kind, engine.parts, engine.steps), engine)
     return found
 
@@ -62,23 +63,25 @@ def test_fsdp(two_ranks, name):
         assert (each.counts.get(LOSSES) == 2) == (not name.startswith("layers"))
 
 
-def run_in_regions(name: str) -> Trained:
-    return train(engines.IN_REGIONS[name], "qwen3", {"regions": "auto"}, LAYERS)
+def run_in_regions(name: str, options: dict[str, str]) -> Trained:
+    return train(engines.IN_REGIONS[name], "qwen3", options, LAYERS)
 
 
+@pytest.mark.parametrize("options", [{}, {"regions": "auto"}], ids=["by default", "auto"])
 @pytest.mark.parametrize("name", engines.IN_REGIONS)
-def test_fsdp_in_regions(two_ranks, name):
+def test_fsdp_in_regions(two_ranks, name, options):
     """One compile for all layers of a length; their hooks, between which weights are whole, run as in eager.
 
     With transformers 5.17 and older the hooks are inside of a checkpoint, which Python calls then; what it computes
     again are inputs that are views no more, which is a compile of its own for sizes that vary.
     """
     engine = engines.IN_REGIONS[name]
-    found = two_ranks.run(run_in_regions, name)
+    found = two_ranks.run(run_in_regions, name, options)
     assert_same(found, reference(2, "qwen3", engine.parts, engine.steps, **LAYERS), engine)
     for each in found:
         assert attentions(each.counts) in (2, 3), each.counts
         assert each.counts[LOSSES] == 2
+        assert each.graphs == 8
 
 
 def run_planned(name: str) -> tuple[Trained, int]:
@@ -107,7 +110,7 @@ def test_hsdp(four_ranks, name):
 def test_tensor_parallel(two_ranks, name):
     if name.startswith("transformers"):
         pytest.importorskip("transformers.distributed.tensor_parallel")
-    for each in trained(two_ranks, "tensor", name, "llama"):
+    for each in trained(two_ranks, "tensor", name, "llama", assume={"ranks_agree": True}):
         assert attentions(each.counts) > 0
         if name.endswith("whole"):  # each rank has half of the head's classes
             assert each.counts[STATISTICS] > 0, each.skips

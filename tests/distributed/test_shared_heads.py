@@ -194,7 +194,10 @@ def shared(of: Callable[..., Any], classes: int, bias: bool, compiler: str) -> t
     parallelize_module(model, mesh, {"head": ColwiseParallel(output_layouts=Replicate())})
     session = Session()
     call = torch.compile(
-        model, backend=GlueBackend(session=session), options={"compiler": compiler, "strict": True}, dynamic=False
+        model,
+        backend=GlueBackend(session=session),
+        options={"compiler": compiler, "strict": True, "assume": {"ranks_agree": True}},
+        dynamic=False,
     )
     return model, call, session
 
@@ -261,9 +264,19 @@ def test_what_is_written_before_the_loss_is_taken(two_ranks, of):
         torch.testing.assert_close(found, expected)
 
 
-def products() -> tuple[bool, bool, str]:
-    """Has any operator of a step made logits of all classes, is the loss right, and what reading the logits raises."""
-    _, call, _ = shared(with_logits, CLASSES, False, "aot_eager")
+READS = (
+    torch.sum,
+    lambda logits: logits.detach().numpy(),
+    lambda logits: logits.float().sum(),
+    lambda logits: logits.detach()[:, -1].float().argmax(-1),
+    lambda logits: logits.softmax(-1, dtype=torch.float32).sum(),
+    lambda logits: logits.float().pow(2).mean().backward(),
+)
+
+
+def products(bias: bool) -> tuple[bool, bool]:
+    """Has any operator of a step made logits of all classes, and is the loss right? To read the logits is an error."""
+    _, call, _ = shared(with_logits, CLASSES, bias, "aot_eager")
     (batch,) = batches(1)
     call(*batch)  # compiles
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
@@ -273,19 +286,46 @@ def products() -> tuple[bool, bool, str]:
     assert ROWS * CLASSES // 2 in sizes
     assert logits.shape == (2, ROWS // 2, CLASSES)
     assert logits.requires_grad
-    try:
-        read = str(logits.sum())
-    except GlueDeferredError as error:
-        read = str(error)
+    for read in READS:
+        with pytest.raises(GlueDeferredError, match="options={.logits.: .kept.}"):
+            read(logits)
     with torch.no_grad():
         evaluated, read_there = call(*batch)
-    whole = Model(with_logits, CLASSES, False)(*batch)
+    whole = Model(with_logits, CLASSES, bias)(*batch)
     is_right = torch.allclose(loss, whole[0]) and torch.allclose(evaluated, whole[0])
     assert torch.allclose(read_there, whole[1])
-    return max(sizes) >= ROWS * CLASSES, is_right, read
+    return max(sizes) >= ROWS * CLASSES, is_right
 
 
-def test_nothing_as_wide_as_all_classes_is_made_and_logits_say_how_to_get_them(two_ranks):
-    for is_wide, is_right, read in two_ranks.run(products):
-        assert (is_wide, is_right) == (False, True)
-        assert 'options={"logits": "kept"}' in read
+@pytest.mark.parametrize("bias", [False, True])
+def test_nothing_as_wide_as_all_classes_is_made_and_logits_say_how_to_get_them(two_ranks, bias):
+    assert two_ranks.run(products, bias) == [(False, True)] * 2
+
+
+def bias_written_before_backward() -> tuple[Tensor, Tensor]:
+    model, call, _ = shared(mean, CLASSES, True, "aot_eager")
+    (batch,) = batches(1)
+    loss = call(*batch)
+    with torch.no_grad():
+        model.head.bias.mul_(5)
+    loss.backward()
+    return model.norm.weight.grad, model.head.weight.grad.full_tensor()
+
+
+def test_a_bias_that_is_written_before_backward(two_ranks):
+    model = Model(mean, CLASSES, True)
+    model(*batches(1)[0]).backward()
+    for of_norm, of_head in two_ranks.run(bias_written_before_backward):
+        torch.testing.assert_close(of_norm, model.norm.weight.grad)
+        torch.testing.assert_close(of_head, model.head.weight.grad)
+
+
+def labels_of_a_rank() -> Tensor:
+    _, call, _ = shared(mean, CLASSES, False, "aot_eager")
+    ((hidden, target),) = batches(1)
+    target[dist.get_rank()] = IGNORED
+    return call(hidden, target).detach()
+
+
+def test_ranks_that_do_not_agree_get_no_number(two_ranks):
+    assert all(loss.isnan() for loss in two_ranks.run(labels_of_a_rank))

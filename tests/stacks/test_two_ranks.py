@@ -115,18 +115,21 @@ def eager(tmp_path_factory: Any) -> list[list[float]]:
         ("ddp", "whole", "whole", {LAYERS}),
         ("ddp", "layers", "whole", {1}),
         ("fsdp2", "whole", "auto", {1}),
+        ("fsdp2", "whole", None, {1}),
         ("fsdp2", "layers", "whole", {1}),
         ("fsdp2, checkpointed", "whole", "auto", {1}),
         ("fsdp2, checkpointed", "layers", "auto", {1}),
+        ("fsdp2, checkpointed", "layers", None, {1}),
         ("fsdp2, checkpointed", "layers", "whole", set()),
     ],
 )
 def test_accelerate(tmp_path, report, monkeypatch, eager, engine, compiles, regions, layers):
     """accelerate puts FSDP2's hooks inside of its checkpoints, whose bodies torch, and ``"whole"``, leave to Python."""
-    monkeypatch.setenv("GLUE_REGIONS", regions)
+    if regions is not None:
+        monkeypatch.setenv("GLUE_REGIONS", regions)
     assert_equal(results(tmp_path, ACCELERATE, engine, compiles), eager)
     assert attentions(report) == layers
-    reason = "With options={'regions': 'auto'} it is compiled"
+    reason = "Without options={'regions': 'whole'} it is compiled"
     assert any(reason in each for each in report.left_to_eager) == (not layers)
 
 
