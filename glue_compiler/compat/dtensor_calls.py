@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
+_MAKER = "torch._dynamo."
+
 
 def arguments_of(node: fx.Node, method: str) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """What else than the DTensor a call of its ``method`` is given; None if ``node`` is no such call.
@@ -27,9 +29,6 @@ def arguments_of(node: fx.Node, method: str) -> tuple[tuple[Any, ...], dict[str,
         if {"args_as_value", "kwargs_as_value"} <= closed.keys():
             return tuple(closed["args_as_value"]), dict(closed["kwargs_as_value"])
     return None
-
-
-_MAKER = "torch._dynamo."
 
 
 def is_dtensor(value: Any) -> bool:
