@@ -167,6 +167,7 @@ FSDP = {
 }
 IN_REGIONS = {"before": FSDP["before"], "after": FSDP["after"], "checkpointed": fsdp("after", checkpoints=True)}
 PLANNED = {
+    "sharded": fsdp("after", checkpoints=True),
     "outside": ddp(checkpoints=True),
     "inside, no_sync": ddp(compiles_inside=True, checkpoints=True, accumulates=True),
 }

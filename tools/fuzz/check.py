@@ -155,9 +155,9 @@ def is_torchs_own(program: Program, expected: Mapping[str, Any]) -> bool:
             layer.forward = compiled(layer.forward)
         return function
 
-    is_by_layers = dict(program.options).get("regions") == "auto"
+    has_layers = any(statement.text.startswith("MODEL =") for statement in program.prelude)
     with own_caches(program):
-        for wrap in (compiled, by_layers) if is_by_layers else (compiled,):
+        for wrap in (compiled, by_layers) if has_layers else (compiled,):
             for _ in range(1 + program.twice):
                 with clean_dynamo():
                     module = module_of(program)

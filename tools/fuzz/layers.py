@@ -49,6 +49,8 @@ def _layers(draw: Draw, *, are_modules: bool) -> Drawn:
         modules = f"[{region}({names[0]}) if i % 3 else {region}({names[-1]}) for i in range(COUNT)]"
         # With a budget, each call of a layer has another role (small_steps.py).
         options = (("memory_budget", "1GiB") if region == "Planned" else ("regions", "auto"),)
+        if region == "Hooked" and draw.chance(0.5):  # graphs end there anyway, so that layers are regions by default
+            options = ()
         draw.prelude["MODEL"] = Statement(f"MODEL = torch.nn.ModuleList({modules})")
         draw.emit("model = MODEL")
     loop = "for i, layer in enumerate(model):" if are_modules else "for i in range(COUNT):"
