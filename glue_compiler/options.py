@@ -286,7 +286,7 @@ _CONVERT: dict[str, Callable[[Any], Any]] = {
     "compiler": _choice("compiler", get_args(Compiler)),
     "kernels": _choice("kernels", get_args(Kernels)),
     "logits": _choice("logits", get_args(Logits)),
-    "regions": _choice("regions", get_args(Regions)),
+    "regions": _choice("regions", get_args(Regions), none=(None,)),
     "mixed_documents": _choice("mixed_documents", get_args(MixedDocuments)),
     "padding": _choice("padding", get_args(Padding)),
     "prefix": _choice("prefix", get_args(Prefix)),

@@ -116,6 +116,38 @@ def test_random_numbers_are_drawn_again():
             torch.testing.assert_close(mine[name], want, rtol=1e-10, atol=1e-12, msg=name)
 
 
+class OnTheHost(Layer):
+    """As with transformers' ``offload=True``: what a checkpoint saves is copied, in a context that no graph has."""
+
+    def __call__(self, *args, **kwargs):
+        with torch.autograd.graph.save_on_cpu():
+            return checkpoint(super().__call__, *args, use_reentrant=False, **kwargs)
+
+
+def by_default(model):
+    return Run(model, {"regions": None}).step(ids()).step(ids(17))
+
+
+@pytest.mark.parametrize("model", [hooked, functools.partial(hooked, Layer)], ids=["checkpointed", "plain"])
+def test_without_an_option_layers_are_regions_where_a_graph_ends_in_one(model):
+    run = by_default(model())
+    assert len(run.regions) == 2
+    assert not any(REASON in event.reason for event in run.session.capture_events)
+
+
+def test_without_an_option_a_checkpoint_in_a_context_is_compiled():
+    run = by_default(WithHead(layers(5, OnTheHost)))
+    assert max(graph.nodes_before for graph in run.session.graphs) > 10
+    assert not any(REASON in event.reason for event in run.session.capture_events)
+
+
+def test_without_an_option_layers_that_end_no_graph_are_one():
+    model = WithHead(layers(5, Checkpointed))
+    for layer in model.decoder.layers:
+        layer.register_forward_pre_hook(lambda module, args: None)
+    assert by_default(model).regions == []
+
+
 def test_whole_graphs_leave_it_to_torch_and_say_so():
     run = Run(hooked(), {"regions": "whole"}).step(ids()).step(ids(20))
     assert max(graph.nodes_before for graph in run.session.graphs) < 10
