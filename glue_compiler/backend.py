@@ -15,6 +15,7 @@ from torch import fx
 from glue_compiler import capture
 from glue_compiler.compat import features, python_checkpoints, versions
 from glue_compiler.deferred.outputs import defer_outputs
+from glue_compiler.errors import GluePythonEffectError
 from glue_compiler.fx.effects import EffectAnalysis
 from glue_compiler.handoff import watchers
 from glue_compiler.handoff.distinct_results import keep_apart, results_apart
@@ -68,6 +69,8 @@ class GlueBackend:
             reason = "what a checkpoint in Python runs writes memory from outside, and runs operator by operator"
             self.record_capture({"mode": mode, "options": options}, capture.CaptureEvent(reason, retried=False))
             return gm.forward
+        if python_checkpoints.in_body() and python_checkpoints.changes_python():
+            raise GluePythonEffectError("what a checkpoint in Python runs changes Python's objects, and is Python's")
         asked, layers = pipeline.options, self.known_layers.converting
         layer_plan = self.layer_plans.plan_for(self.known_layers, gm, example_inputs, asked.memory_budget)
         leaves = capture.leaves_of(gm, effects)

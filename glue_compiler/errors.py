@@ -82,6 +82,13 @@ class GlueGradientLeafError(GlueCaptureError):
     """
 
 
+class GluePythonEffectError(GlueCaptureError):
+    """Code that a checkpoint in Python runs changes what Python holds; it is left to Python.
+
+    Never reaches a user.
+    """
+
+
 class GlueSizeError(GlueCaptureError):
     """A graph that takes two sizes for equal which eager would broadcast; the frame is converted again.
 

@@ -30,7 +30,7 @@ from glue_compiler.capture.regions import Loops
 from glue_compiler.capture.size_assumptions import SizeAssumptions
 from glue_compiler.capture.traced_writes import TracedWrites
 from glue_compiler.compat import dynamo, dynamo_tracing, inductor, layer_calls, python_checkpoints
-from glue_compiler.errors import GlueGradientLeafError, GlueSizeError, first_line
+from glue_compiler.errors import GlueGradientLeafError, GluePythonEffectError, GlueSizeError, first_line
 
 log = logging.getLogger(__name__)
 
@@ -290,6 +290,10 @@ def install(backend_class: type[FrameOwner]) -> None:
         convert_one = functools.partial(_convert_as, asked)
         if asked.regions == "never" or dynamo.ranks_compile_together() or not layer_calls.REGIONS.is_available():
             return convert_one(frame)
-        return convert_in_regions(frame, traced, asked, backend.known_layers, convert_one)
+        try:
+            return convert_in_regions(frame, traced, asked, backend.known_layers, convert_one)
+        except GluePythonEffectError as error:
+            frame.record(CaptureEvent(first_line(error), retried=False))
+            return layer_calls.run_in_python(always=True)
 
     dynamo.install_frame_hook(lambda backend: isinstance(backend, backend_class), hook)

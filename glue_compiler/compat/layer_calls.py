@@ -130,12 +130,12 @@ def has_hooks(module: torch.nn.Module) -> bool:
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def run_in_python() -> Any:
-    """What a frame's conversion returns for a call that runs as if nothing was compiled, and no other call."""
+def run_in_python(*, always: bool = False) -> Any:
+    """What a conversion returns for a call that runs as if nothing was compiled; ``always``: for all of this code."""
     from torch._dynamo.types import ConvertFrameReturn, FrameAction, FrameExecStrategy
 
     skip = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
-    return ConvertFrameReturn(frame_exec_strategy=skip, apply_to_code=False)
+    return ConvertFrameReturn(frame_exec_strategy=skip, apply_to_code=always)
 
 
 def value_behind(variable: Any) -> Any:

@@ -20,11 +20,30 @@ CHECKPOINTS = Feature(
         "torch._C._dynamo.eval_frame:set_eval_frame": ANY,
         "torch._compile:_disable_dynamo": Uses(texts=("__dynamo_disable",)),
         "torch._dynamo.decorators:skip": Uses(("fn",)),
+        "torch._dynamo.side_effects:SideEffects.is_modified": Uses(("self", "item"), names=("mutation_type",)),
+        "torch._dynamo.symbolic_convert:InstructionTranslator.current_tx": ANY,
+        "torch._dynamo.variables.base:AttributeMutationExisting": ANY,
+        "torch._dynamo.variables.base:ValueMutationExisting": ANY,
         "torch.utils.checkpoint:checkpoint.__wrapped__": Uses(("function",)),
     },
 )
 
 _lock = threading.Lock()
+
+
+def changes_python() -> bool:
+    """Does the code that Dynamo is compiling change objects from outside, or hook a tensor? To be asked in a backend.
+
+    Such changes are made behind the graph. What backward computes again ends in the graph, with the last value that it
+    needs, and would not make them a second time, as eager code does.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+    from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
+
+    effects = InstructionTranslator.current_tx().output.side_effects
+    is_outside = (AttributeMutationExisting, ValueMutationExisting)
+    known = (each for each in effects.id_to_variable.values() if isinstance(each.mutation_type, is_outside))
+    return bool(effects.tensor_hooks) or any(map(effects.is_modified, known))
 
 
 class _Body(threading.local):

@@ -92,6 +92,36 @@ def test_a_body_that_writes_runs_as_in_eager():
     assert any("writes memory from outside" in event.reason for event in run.session.capture_events)
 
 
+class Tells(Layer):
+    """Python's objects change behind a break, in front of what backward needs."""
+
+    def body(self, x, mask):
+        torch._dynamo.graph_break()
+        self.calls = getattr(self, "calls", 0) + 1
+        return super().forward(x, mask) * (1 + 0.01 * self.calls)
+
+    def forward(self, x, mask=None):
+        return checkpoint(self.body, x, mask, use_reentrant=False)
+
+
+class HooksATensor(Layer):
+    def body(self, x, mask):
+        torch._dynamo.graph_break()
+        x.register_hook(lambda gradient: gradient * 2)
+        return super().forward(x, mask)
+
+    forward = Tells.forward
+
+
+@pytest.mark.parametrize("regions", ["auto", None])
+@pytest.mark.parametrize("kind", [Tells, HooksATensor])
+def test_a_body_that_changes_pythons_objects_is_pythons(kind, regions):
+    run = Run(WithHead(layers(4, kind)), {"regions": regions}).step(ids()).step(ids()).step(ids(17))
+    seen = [[getattr(layer, "calls", None) for layer in model.decoder.layers] for model in (run.model, run.eager)]
+    assert seen[0] == seen[1]
+    assert any("changes Python's objects" in event.reason for event in run.session.capture_events)
+
+
 @pytest.mark.slow
 def test_two_lengths_before_one_backward():
     """The second one's forward compiles for all lengths; the first one is computed again as it was computed."""
