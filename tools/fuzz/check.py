@@ -156,6 +156,7 @@ def is_torchs_own(program: Program, expected: Mapping[str, Any]) -> bool:
         return function
 
     has_layers = any(statement.text.startswith("MODEL =") for statement in program.prelude)
+    has_layers = has_layers and dict(program.options).get("regions") != "whole"
     with own_caches(program):
         for wrap in (compiled, by_layers) if has_layers else (compiled,):
             for _ in range(1 + program.twice):

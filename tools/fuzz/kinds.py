@@ -82,9 +82,8 @@ def draw_program(
             compiled = ("region",)  # as layers are that are compiled one by one
     options = drawn.options
     # Regions have no offload: all layers are one graph with it.
-    if kind == "steps" or (
-        draw.chance(0.1) and not draw.small and not dict(options).keys() & {"regions", "memory_budget"}
-    ):
+    in_regions = kind == "regions" or dict(options).keys() & {"regions", "memory_budget"}
+    if kind == "steps" or (draw.chance(0.1) and not draw.small and not in_regions):
         options = (*options, ("offload", "checkpoints"))
     # A layer that keeps may keep an output that eager does not (docs/memory_budget.md).
     is_planned = "memory_budget" in dict(options)
