@@ -17,22 +17,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
-import multiprocessing.connection
 import os
 import statistics
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
 
-from benchmarks.end_to_end_rows import ROWS, Workload
+from benchmarks.end_to_end import started_process
+from benchmarks.end_to_end_rows import ROWS, Workload, sized
 from benchmarks.end_to_end_variants import variant_of
 from benchmarks.peers import base_of
-from benchmarks.several_gpus_ranks import Case
 
 ROWS_BY_DEFAULT = ("qwen3-8b-lora@4096x16", "qwen3-14b-qlora@2048x16", "llama-bf16@8192x16", "gpt-oss@2048x4")
 GIB = 2**30
@@ -46,9 +44,9 @@ class Steps:
 
     def __init__(self, row: str, device: str, compiler: str) -> None:
         torch.manual_seed(0)
-        case = Case(row, "", "", 1)
-        self.size, self.device, self.compiler = case.size(device), device, compiler
-        self.workload: Workload = ROWS[case.name].build(self.size, device, "sdpa")
+        name, self.size = sized(row, device)
+        self.device, self.compiler = device, compiler
+        self.workload: Workload = ROWS[name].build(self.size, device, "sdpa")
         base_of(self.workload).gradient_checkpointing_enable({"use_reentrant": False})
         trained = [weight for weight in self.workload.model.parameters() if weight.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=device == "cuda")
@@ -87,15 +85,6 @@ def measure(pipe: Connection, row: str, arguments: argparse.Namespace) -> None:
     pipe.send(None)
 
 
-def collected(row: str, arguments: argparse.Namespace) -> tuple[Any, Connection]:
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=measure, args=(theirs, row, arguments), daemon=True)
-    process.start()
-    theirs.close()
-    return process, ours
-
-
 def line(row: str, found: Sequence[dict[str, Any]]) -> str:
     if not found:
         return f"| {row} | nothing was measured in time |"
@@ -119,13 +108,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     rows = arguments.rows.split(",")
-    if unknown := [row for row in rows if Case(row, "", "", 1).name not in ROWS]:
+    if unknown := [row for row in rows if row.partition("@")[0] not in ROWS]:
         parser.error(f"there is no row '{unknown[0]}'; known are {', '.join(ROWS)}")
     end = time.monotonic() + arguments.limit
-    running = {row: collected(row, arguments) for row in rows}
+    running = {row: started_process(measure, row, arguments) for row in rows}
     found: dict[str, list[dict[str, Any]]] = {row: [] for row in rows}
     while running and (left := end - time.monotonic()) > 0:
-        for pipe in multiprocessing.connection.wait([pipe for _, pipe in running.values()], left):
+        for pipe in wait([pipe for _, pipe in running.values()], left):
             row = next(name for name, (_, other) in running.items() if other is pipe)
             try:
                 each = pipe.recv()  # type: ignore[union-attr]
@@ -137,6 +126,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             found[row].append(each)
             if arguments.each:
                 print(json.dumps({"row": row, **each}), flush=True)
+    for process, _ in running.values():  # not done by the limit
+        process.terminate()
     print(f"| row | {' | '.join(COLUMNS)} |\n|{'---|' * (1 + len(COLUMNS))}")
     for row in rows:
         print(line(row, found[row]), flush=True)

@@ -277,7 +277,7 @@ def run_all(cases: list[tuple[str, str]], arguments: argparse.Namespace, caches:
 
     def started(row: str, variant: str) -> Running:
         which = (row_and_tokens(row)[0], variant, size_of(row, arguments), arguments.device, arguments.compiler)
-        return Running(row, variant, which, *_started(measure, schedule, f"{caches}/{row}-{variant}", *which))
+        return Running(row, variant, which, *started_process(measure, schedule, f"{caches}/{row}-{variant}", *which))
 
     found = [started(row, variant) for row, variant in cases]
     time_all(found, arguments.limit)
@@ -325,7 +325,7 @@ def time_all(found: list[Running], limit: float) -> None:
             print(json.dumps({"row": each.row, "variant": each.variant, **each.result}), flush=True)
 
 
-def _started(function: Callable[..., None], *arguments: Any) -> tuple[Any, Connection]:
+def started_process(function: Callable[..., None], *arguments: Any) -> tuple[Any, Connection]:
     """A process that runs ``function(connection, *arguments)``, and the other end of the connection."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -337,7 +337,7 @@ def _started(function: Callable[..., None], *arguments: Any) -> tuple[Any, Conne
 
 def _measure_warm(each: Running, caches: str, limit: float) -> None:
     """With the device to itself."""
-    process, pipe = _started(measure_first, f"{caches}/{each.row}-{each.variant}", *each.which)
+    process, pipe = started_process(measure_first, f"{caches}/{each.row}-{each.variant}", *each.which)
     with contextlib.suppress(EOFError):
         if each.result is not None and pipe.poll(limit):
             each.result["warm_s"] = pipe.recv()

@@ -188,6 +188,21 @@ ROWS = {
     "qwen3-8b-bf16": Row(qwen3_8b_bf16, layers=2),
 }
 
+
+def sized(row: str, device: str) -> tuple[str, Size]:
+    """Of ``NAME[@TOKENS[xLAYERS]]``: the name of a row of ``ROWS``, and its size.
+
+    Raises:
+        ValueError: what stands behind the name is no number.
+    """
+    name, _, behind = row.partition("@")
+    tokens, _, layers = behind.partition("x")
+    is_tiny = device == "cpu"
+    total = int(tokens) if tokens else (256 if is_tiny else ROWS[name].tokens)
+    by_default = None if is_tiny else ROWS[name].layers
+    return name, Size(total, total * 6000 // 8192, int(layers) if layers else by_default, is_tiny)
+
+
 ROWS_OF_PADDED = 8
 NAMES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),

@@ -178,7 +178,7 @@ VARIANTS = {
     "flex-update": Variant("inductor", "flex_attention", compiles_update=True),
     "inductor-layers": Variant("inductor", by_layers=True),
     "flex-layers": Variant("inductor", "flex_attention", by_layers=True),
-    "flex-layers-kept": Variant("inductor", "flex_attention", by_layers=True, keeps=True),
+    "flex-kept-layers": Variant("inductor", "flex_attention", by_layers=True, keeps=True),
     "glue-none": _glue_with(),
     "glue-metadata": _glue_with("hoist_metadata", "memoize_metadata"),
     "glue-attention": _glue_with("specialize_attention"),

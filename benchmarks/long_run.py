@@ -197,18 +197,20 @@ def run(kind: str, seed: int, folder: Path, arguments: argparse.Namespace) -> It
     process.join()
 
 
+def lines_of(folder: Path) -> list[dict[str, Any]]:
+    file = folder / "steps.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
 def steps_of(folder: Path) -> list[dict[str, Any]]:
     """The last that was done of each number."""
-    file = folder / "steps.jsonl"
-    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    return list({each["step"]: each for each in lines}.values())
+    return list({each["step"]: each for each in lines_of(folder)}.values())
 
 
 def compiled_late(folder: Path) -> int:
     """Graphs that a process compiled behind its first steps."""
-    lines = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
     late = 0
-    for before, after in itertools.pairwise(lines):
+    for before, after in itertools.pairwise(lines_of(folder)):
         if after["of_process"] == before["of_process"] + 1 and after["of_process"] > FIRST:
             late += after["graphs"] - before["graphs"]
     return late
@@ -266,8 +268,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         found = {name: steps_of(folder) for name, folder in folders.items()}
         print(f"| run | steps | {' | '.join(COLUMNS)} |\n|{'---|' * (2 + len(COLUMNS))}")
         for name, steps in found.items():
-            late = compiled_late(folders[name]) if steps else 0
-            print(line(name, steps, late, found.get("eager:0", [])), flush=True)
+            print(line(name, steps, compiled_late(folders[name]), found.get("eager:0", [])), flush=True)
         for name, steps in found.items():
             losses = losses_of(steps, 0)
             picked = sorted(losses)[:: max(1, len(losses) // 12)]

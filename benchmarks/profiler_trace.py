@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -63,9 +63,14 @@ def read_step(
     for engine, intervals in copies.items():
         for number, (start, end) in enumerate(sorted(intervals)):
             spans.append(MeasuredSpan(engine, start - begin, end - begin, number))
-    busy, total = joined(kernels, 0.0), sum(end - start for start, end in copied)
-    hidden = sum(max(0.0, min(end, last) - max(start, first)) for start, end in copied for first, last in busy)
-    return MeasuredStep(tuple(spans), finish - begin, hidden / total if total else 1.0)
+    return MeasuredStep(tuple(spans), finish - begin, hidden(copied, kernels))
+
+
+def hidden(intervals: Sequence[Interval], kernels: Iterable[Interval]) -> float:
+    """The share, 0 to 1, of the intervals' time in which the device computes too; 1 where they take none."""
+    busy, total = joined(kernels, 0.0), sum(end - start for start, end in intervals)
+    both = sum(max(0.0, min(end, last) - max(start, first)) for start, end in intervals for first, last in busy)
+    return both / total if total else 1.0
 
 
 def joined(intervals: Iterable[Interval], gap: float) -> list[Interval]:

@@ -139,7 +139,7 @@ def cases_of(text: str, processes: Sequence[int]) -> list[Case]:
         row, engine, variant = each.split(":") if each.count(":") == 2 else (each, "", "")
         for number in processes:
             case = Case(row, engine, variant, number)
-            for given, known in ((engine, ENGINES), (case.name, ROWS)):
+            for given, known in ((engine, ENGINES), (row.partition("@")[0], ROWS)):
                 if given not in known:
                     raise ValueError(f"'{each}': there is no '{given}'; known are {', '.join(known)}")
             variant_of(variant)

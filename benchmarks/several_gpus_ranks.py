@@ -21,7 +21,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.end_to_end_rows import ROWS, Size, Workload
+from benchmarks.end_to_end_rows import Workload, sized
 from benchmarks.end_to_end_variants import Variant, variant_of
 from benchmarks.peers import base_of
 from benchmarks.step_streams import recorded
@@ -38,19 +38,6 @@ class Case:
     engine: str
     variant: str
     processes: int
-
-    def size(self, device: str) -> Size:
-        """Raises ValueError: what stands behind the row's name is no number."""
-        tokens, _, layers = self.row.partition("@")[2].partition("x")
-        is_tiny = device == "cpu"
-        total = int(tokens) if tokens else (256 if is_tiny else ROWS[self.name].tokens)
-        by_default = None if is_tiny else ROWS[self.name].layers
-        return Size(total, total * 6000 // 8192, int(layers) if layers else by_default, is_tiny)
-
-    @property
-    def name(self) -> str:
-        """The row's, of ``ROWS``."""
-        return self.row.partition("@")[0]
 
 
 def prepared(workload: Workload, engine: str, variant: Variant, compiler: str, device: str) -> Any:
@@ -96,9 +83,9 @@ def steps(
     """Seconds of each of this process's steps, and the model; the third begins in this case's turn."""
     device: str = arguments.device
     torch.manual_seed(0)
-    size = case.size(device)
+    name, size = sized(case.row, device)
     variant = variant_of(case.variant)
-    workload = variant.workload(case.name, size, device, arguments.compiler)
+    workload = variant.workload(name, size, device, arguments.compiler)
     call = prepared(workload, case.engine, variant, arguments.compiler, device)
     trained = [weight for weight in workload.model.parameters() if weight.requires_grad]
     kinds = ([weight for weight in trained if hasattr(weight, "to_local") is is_shared] for is_shared in (False, True))

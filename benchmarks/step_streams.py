@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.profiler_trace import Interval, joined
+from benchmarks.profiler_trace import Interval, hidden, joined
 from benchmarks.timeline_svg import Panel, Span
 
 COLLECTIVES = {"AllGather": "all-gather", "ReduceScatter": "reduce-scatter", "AllReduce": "all-reduce"}
@@ -48,14 +48,6 @@ def lanes_of(trace_events: Iterable[Mapping[str, Any]]) -> dict[str, list[Interv
     return {name: [(start - begin, end - begin) for start, end in sorted(each)] for name, each in found.items()}
 
 
-def hidden(lanes: Mapping[str, list[Interval]], name: str) -> float:
-    """The share, 0 to 1, of a lane's time in which the device computes too; 1 for a lane that does nothing."""
-    busy = joined(lanes[COMPUTE], 0.0)
-    total = sum(end - start for start, end in lanes[name])
-    both = sum(max(0.0, min(end, last) - max(start, first)) for start, end in lanes[name] for first, last in busy)
-    return both / total if total else 1.0
-
-
 def panel(title: str, file: Path) -> Panel:
     """Of a trace that ``recorded`` wrote; the title says how long each lane works, and what of it is hidden."""
     lanes = lanes_of(json.loads(file.read_text(encoding="utf-8"))["traceEvents"])
@@ -67,7 +59,9 @@ def panel(title: str, file: Path) -> Panel:
         if busy < LEAST * step:
             continue
         word = f"{name} {busy * 1e3:.1f}"
-        words.append(word if name == COMPUTE else f"{word}, {hidden(lanes, name):.0%} of it beside compute")
+        words.append(
+            word if name == COMPUTE else f"{word}, {hidden(intervals, lanes[COMPUTE]):.0%} of it beside compute"
+        )
         colour = None if name == COMPUTE else place
         drawn.append((name, tuple(Span(start * 1e3, end * 1e3, colour, "") for start, end in bars)))
     return Panel(f"{title}: {'; '.join(words)}", tuple(drawn))

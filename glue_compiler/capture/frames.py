@@ -288,9 +288,10 @@ def install(backend_class: type[FrameOwner]) -> None:
         record = functools.partial(backend.record_capture, stored)
         frame = Frame(convert, record, known.of(traced), known.note)
         convert_one = functools.partial(_convert_as, asked)
-        if asked.regions == "never" or dynamo.ranks_compile_together() or not layer_calls.REGIONS.is_available():
-            return convert_one(frame)
+        is_whole = asked.regions == "never" or dynamo.ranks_compile_together() or not layer_calls.REGIONS.is_available()
         try:
+            if is_whole:
+                return convert_one(frame)
             return convert_in_regions(frame, traced, asked, backend.known_layers, convert_one)
         except GluePythonEffectError as error:
             frame.record(CaptureEvent(first_line(error), retried=False))

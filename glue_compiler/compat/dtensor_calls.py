@@ -15,7 +15,7 @@ _MAKER = "torch._dynamo."
 def arguments_of(node: fx.Node, method: str) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """What else than the DTensor a call of its ``method`` is given; None if ``node`` is no such call.
 
-    Torch 2.12 and later have methods; before, Dynamo made a function for each call, which closes over the arguments.
+    Torch 2.13 has methods in its graphs; 2.11 has a function for each call, which closes over the arguments.
     """
     if node.op == "call_method" and node.target == method:
         return node.args[1:], dict(node.kwargs)

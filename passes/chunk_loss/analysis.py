@@ -33,6 +33,7 @@ from glue_compiler.passes.chunk_loss.groups import Group, groups_of
 from glue_compiler.passes.chunk_loss.heads import Head, operands_of, read_head
 from glue_compiler.passes.chunk_loss.losses import Site
 from glue_compiler.passes.chunk_loss.row_steps import PUT_ROWS, NotALoss, is_row_operator
+from glue_compiler.passes.chunk_loss.shared_heads import read_shared
 from glue_compiler.passes.chunk_loss.uses import OtherUse, Uses, dead_nodes, uses_of
 from glue_compiler.passes.chunk_loss.wide_values import OF_ENTROPY, Wide
 from glue_compiler.pipeline.results import Skip
@@ -130,7 +131,7 @@ def _heads(scope: Scope, operators: Operators, plan: LossPlan) -> Iterator[Head]
             if call.operator not in _ENDS:
                 continue
             found = _behind(call.arguments["self"], operators)
-            head = read_head(found, operators) if found is not None else None
+            head = (read_head(found, operators) or read_shared(found, operators)) if found is not None else None
             if head is None and call.operator in _LOSSES:
                 plan.skips.append(Skip.at(node, _why_no_head(found, operators)))
             if head is not None and head.value not in seen and _holds(head, scope):

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from glue_compiler.fx.operators import Call, Operators, Value
-from glue_compiler.passes.chunk_loss.shared_heads import Shared, read_shared
 
 aten = torch.ops.aten
 
@@ -42,6 +41,14 @@ class Term:
 
 
 @dataclass(frozen=True)
+class Shared:
+    """This rank's part of a head's classes: ``classes`` of them, from class ``first`` on. Each rank has as many."""
+
+    first: int
+    classes: int
+
+
+@dataclass(frozen=True)
 class Head:
     """Logits ``[*lead, V]``: the sum of terms, first to last.
 
@@ -65,10 +72,6 @@ def read_head(value: Value, operators: Operators) -> Head | None:
     inside: list[Value] = []
     if not meta.dtype.is_floating_point or not meta.rank or not isinstance(meta.shape[-1], int):
         return None
-    product = read_shared(value, operators)
-    if product is not None:
-        term = Term(product.rows, Matrix(product.weight), product.bias, product.dtype)
-        return Head(value, (term,), product.inside, meta.shape[-1], meta.device, product.shared)
     terms = _terms(value, operators, inside)
     if not terms:
         return None

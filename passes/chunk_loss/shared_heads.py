@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,38 +10,16 @@ from torch import fx
 from glue_compiler.compat.dtensor_calls import arguments_of, is_dtensor
 from glue_compiler.fx.operators import Call, Operators, Value
 from glue_compiler.fx.values import value_of
+from glue_compiler.passes.chunk_loss.heads import Head, Matrix, Shared, Term
 
 aten = torch.ops.aten
 
 
-@dataclass(frozen=True)
-class Shared:
-    """This rank's part of a head's classes: ``classes`` of them, from class ``first`` on. Each rank has as many."""
+def read_shared(value: Value, operators: Operators) -> Head | None:
+    """The head whose logits, gathered from the ranks of a mesh of one dimension, ``value`` is; None if it is none.
 
-    first: int
-    classes: int
-
-
-@dataclass(frozen=True)
-class SharedProduct:
-    """Logits ``[*lead, V]``, which each rank has gathered.
-
-    Attributes:
-        rows: a DTensor that each rank has whole, ``[*lead, K]``.
-        weight: a DTensor ``[V, K]`` whose rows are shared; ``bias`` ``[V]`` or None, likewise.
-        inside: the product, what is gathered, and that as a plain tensor.
+    Its product, what is gathered, and that as a plain tensor are ``inside``.
     """
-
-    rows: Value
-    weight: Value
-    bias: Value | None
-    dtype: torch.dtype
-    inside: tuple[Value, ...]
-    shared: Shared
-
-
-def read_shared(value: Value, operators: Operators) -> SharedProduct | None:
-    """``value`` as logits gathered from the ranks of a mesh of one dimension; None if it is made in another way."""
     whole = _given_to(value.node, "to_local", operators)
     product = _given_to(whole.node, "redistribute", operators) if whole is not None else None
     if whole is None or product is None or operators.value(value.node) != value:
@@ -67,8 +44,9 @@ def read_shared(value: Value, operators: Operators) -> SharedProduct | None:
     if given.dim() != 2 or everywhere.dtype != made.dtype or classes % mesh.size():
         return None
     own = classes // mesh.size()
+    term = Term(rows, Matrix(weight), bias, made.dtype)
     shared = Shared(mesh.get_local_rank() * own, own)
-    return SharedProduct(rows, weight, bias, made.dtype, (product, whole, value), shared)
+    return Head(value, (term,), (product, whole, value), classes, operators.meta(value).device, shared)
 
 
 def _given_to(node: fx.Node, method: str, operators: Operators) -> Value | None:

@@ -25,6 +25,7 @@ WEIGHTS = {
     "llama-bf16": (1_235_814_400, 1_235_814_400),
     "llama-lora": (1_235_814_400 + 3_407_872, 3_407_872),
     "llama-8b-lora": (8_030_261_248 + 41_943_040, 41_943_040),
+    "qwen3-8b-bf16": (1_630_556_672, 1_630_556_672),  # 2 of 36 layers
     "qwen3-lora": (596_049_920 + 10_092_544, 10_092_544),
     "llama-8b-qlora": (8_030_261_248 + 41_943_040, 41_943_040),
     "qwen3-8b-qlora": (8_190_735_360 + 43_646_976, 43_646_976),
@@ -157,7 +158,7 @@ def test_what_lacked_memory_beside_others_is_tried_once_more_alone(lacks_memory,
         messages[f"end of {variant}"] = theirs  # open, as long as the test runs
         return mock.Mock(), ours
 
-    monkeypatch.setattr(end_to_end, "_started", start)
+    monkeypatch.setattr(end_to_end, "started_process", start)
     given = of_arguments(steps=1, warm_up=1, fixed=True, limit=60.0, warm=False, kernels=0, compiler="inductor")
     found = run_all([("qwen3-bf16", variant) for variant in ("glue", "flex", "eager")], given, "caches")
     assert [each.variant for each in found] == ["glue", "flex", "eager"]

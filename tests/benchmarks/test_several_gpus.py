@@ -7,6 +7,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from benchmarks import step_streams
+from benchmarks.end_to_end_rows import sized
 from benchmarks.several_gpus import line, main
 from benchmarks.several_gpus_ranks import Case
 
@@ -65,7 +66,7 @@ def test_an_unknown_name_is_an_error(case, known, capsys):
 
 
 def test_a_row_says_how_many_tokens_and_layers():
-    found = [Case(row, "ddp", "glue", 1).size("cuda") for row in ("qwen3-moe", "qwen3-moe@2048", "qwen3-moe@2048x12")]
+    found = [sized(row, "cuda")[1] for row in ("qwen3-moe", "qwen3-moe@2048", "qwen3-moe@2048x12")]
     assert [(size.tokens, size.layers) for size in found] == [(8192, 4), (2048, 4), (2048, 12)]
 
 

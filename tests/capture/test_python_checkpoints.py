@@ -122,6 +122,38 @@ def test_a_body_that_changes_pythons_objects_is_pythons(kind, regions):
     assert any("changes Python's objects" in event.reason for event in run.session.capture_events)
 
 
+class TellsFromWithin(Tells):
+    """What changes Python's objects is compiled by itself, whole, and called in the checkpoint's body."""
+
+    def __init__(self, index=0):
+        super().__init__(index)
+        self.inner = torch.compile(self.told, backend="glue", options={"regions": "whole", "compiler": "aot_eager"})
+
+    def told(self, x):
+        self.calls = getattr(self, "calls", 0) + 1
+        return x * (1 + 0.01 * self.calls)
+
+    def body(self, x, mask):
+        torch._dynamo.graph_break()
+        return Layer.forward(self, self.inner(x), mask)
+
+
+def test_whole_code_in_a_body_that_changes_pythons_objects_is_pythons():
+    torch.manual_seed(0)
+    model, eager = TellsFromWithin(), TellsFromWithin()
+    eager.load_state_dict(model.state_dict())
+    eager.inner = eager.told
+    call = torch.compile(model, backend="glue", options={"compiler": "aot_eager"})
+    for length in (5, 5, 7):
+        x = torch.randn(1, length, model.width)
+        found, expected = (each(x).square().sum() for each in (call, eager))
+        torch.testing.assert_close(found, expected)
+        found.backward(), expected.backward()
+        for mine, theirs in zip(model.parameters(), eager.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad)
+    assert model.calls == eager.calls
+
+
 @pytest.mark.slow
 def test_two_lengths_before_one_backward():
     """The second one's forward compiles for all lengths; the first one is computed again as it was computed."""
