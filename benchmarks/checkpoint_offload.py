@@ -11,7 +11,8 @@ Rows, one graph: ``none`` (no offload), ``no-reorder`` (the same with Inductor's
 glue sets too), ``serial`` (torch's own offload: a copy is waited for at once), ``glue`` (``offload="checkpoints"``),
 ``glue-none`` (glue, without offload). Layers compiled one by one:
 ``layers-none``, ``save_on_cpu`` (torch's hooks), ``trl`` (TRL's stream hooks, where it is installed), ``layers-glue``
-(``glue_compiler.offload_checkpoints()``). A row may be given twice, to see how much two runs differ.
+(``glue_compiler.offload_checkpoints()``). Transformers' own ``offload=True`` (``--model``): ``own`` (Inductor),
+``regions-own`` (glue, beside ``regions-none``, which has none). A row may be given twice, to see how much two differ.
 
 Weights are random and frozen; LoRA adapters of rank 16 on the query and value projections train. "saved" is the fall
 of the peak against the same model without offload, "of moved" its share of the bytes moved less two inputs, "waited" a
@@ -33,6 +34,7 @@ from benchmarks.checkpoint_decoder import Shape, add_shape_arguments, shape_of
 from benchmarks.checkpoint_rows import (
     GRAPH_ROWS,
     LAYER_ROWS,
+    REGION_ROWS,
     ROWS,
     batch_for,
     clean_up,
@@ -108,7 +110,7 @@ def print_rows(rows: list[str], shape: Shape, steps: int, device: torch.device, 
         "1st s",
     )
     print(f"{'row':<12} " + " ".join(f"{head:>10}" for head in heads))
-    without: dict[bool, Measured] = {}
+    without: dict[tuple[str, ...], Measured] = {}
     for row in rows:
         try:
             got = measure(row, shape, steps, device, model_name)
@@ -117,10 +119,10 @@ def print_rows(rows: list[str], shape: Shape, steps: int, device: torch.device, 
         except Exception as error:  # one way that fails must not hide the others
             print(f"{row:<12} failed: {type(error).__name__}: {str(error).splitlines()[0][:150] if str(error) else ''}")
         else:
-            in_layers = row in LAYER_ROWS
-            if row in ("none", "layers-none"):
-                without.setdefault(in_layers, got)
-            base = without.get(in_layers)
+            group = next((group for group in (LAYER_ROWS, REGION_ROWS) if row in group), GRAPH_ROWS)
+            if row in ("none", "layers-none", "regions-none"):
+                without.setdefault(group, got)
+            base = without.get(group)
             possible = got.moved - 2 * shape.input_bytes
             saved = base.peak - got.peak if base else 0
             cells = (

@@ -17,7 +17,8 @@ from benchmarks.checkpoint_transformers import LanguageModel, tokens_of
 
 GRAPH_ROWS = ("none", "no-reorder", "serial", "glue")
 LAYER_ROWS = ("layers-none", "save_on_cpu", "trl", "layers-glue")
-ROWS = (*GRAPH_ROWS, "glue-none", *LAYER_ROWS)
+REGION_ROWS = ("regions-none", "own", "regions-own")
+ROWS = (*GRAPH_ROWS, "glue-none", *LAYER_ROWS, *REGION_ROWS)
 
 Context = Callable[[], AbstractContextManager[Any]]
 
@@ -45,9 +46,14 @@ def prepare(
         return compiled(), nullcontext
     if row == "no-reorder":
         return compiled(options={"reorder_for_peak_memory": False}), nullcontext
-    options: dict[str, dict[str, Any]] = {"glue": {"offload": "checkpoints"}, "glue-none": {}}
-    if row in options:
-        return compiled(backend="glue", options=options[row]), nullcontext
+    if row.endswith("own"):
+        assert isinstance(model, LanguageModel), "offload=True is transformers'"
+        model.offload()
+    if row == "own":
+        return compiled(), nullcontext
+    options: dict[str, dict[str, Any]] = {"glue": {"offload": "checkpoints"}, "glue-none": {"regions": "whole"}}
+    if row in options or row in REGION_ROWS:
+        return compiled(backend="glue", options=options.get(row, {"regions": "auto"})), nullcontext
     for layer in model.layers:
         layer.compile(fullgraph=True, dynamic=dynamic)
     if row == "save_on_cpu":

@@ -37,6 +37,10 @@ class LanguageModel(nn.Module):
         self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.train()
 
+    def offload(self) -> None:
+        """transformers' own: inputs of checkpoints lie on the host (5.17 and later)."""
+        self.model.gradient_checkpointing_enable({"use_reentrant": False}, offload=True)
+
     @property
     def layers(self) -> nn.ModuleList:
         return self.model.get_base_model().model.layers

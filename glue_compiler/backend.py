@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import CodeType
 from typing import Any
 from weakref import WeakSet
@@ -25,6 +26,7 @@ from glue_compiler.handoff.hand_off import HandOff, hand_off, hand_off_in_parts
 from glue_compiler.handoff.layer_variants import LayerPlans, with_variants
 from glue_compiler.handoff.masks import guard_masks, look_at_masks, remember_masks
 from glue_compiler.handoff.seen_tokens import keep_needed, remember_seen
+from glue_compiler.memory.offload_context import offload_where_asked
 from glue_compiler.options import GlueOptions, extra_passes_in, parse_options
 from glue_compiler.pipeline import registry
 from glue_compiler.pipeline.fuel import RewriteCounter
@@ -144,8 +146,11 @@ class GlueBackend:
         refusal = None if options.offload is None else "'offload' looks at all layers of a step"
         return capture.Asked(how, _where_regions_begin(options), refusal, loops)
 
-    def compiles_regions(self, stored: Mapping[str, Any]) -> bool:
-        return _where_regions_begin(self._pipeline_for(stored).options) != "never"
+    def around_bodies(self, stored: Mapping[str, Any]) -> Callable[[], AbstractContextManager[None]] | None:
+        options = self._pipeline_for(stored).options
+        if _where_regions_begin(options) == "never":
+            return None
+        return functools.partial(offload_where_asked, options.pinned_limit)
 
     def record_capture(self, stored: Mapping[str, Any], event: capture.CaptureEvent) -> None:
         self._session_for(self._pipeline_for(stored).options).add_capture_event(event)

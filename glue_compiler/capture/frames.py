@@ -14,6 +14,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any, Literal, Protocol
@@ -244,7 +245,9 @@ class FrameOwner(Protocol):
         """
         ...
 
-    def compiles_regions(self, stored: Mapping[str, Any]) -> bool: ...
+    def around_bodies(self, stored: Mapping[str, Any]) -> Callable[[], AbstractContextManager[None]] | None:
+        """For a checkpoint that Python calls, as ``compile_bodies`` has it."""
+        ...
 
     def record_capture(self, stored: Mapping[str, Any], event: CaptureEvent) -> None: ...
 
@@ -268,23 +271,23 @@ def _convert_as(asked: Asked, frame: Frame) -> Any:
 
 def install(backend_class: type[FrameOwner]) -> None:
     """Make Dynamo convert the frames of ``backend_class``'s compiles through :func:`convert_frame`."""
-    compiles_bodies: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+    contexts: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
-    def compiles_body(callback: Any) -> bool:
+    def around_body(callback: Any) -> Callable[[], AbstractContextManager[None]] | None:
         """Is what a checkpoint in Python calls compiled? With regions, as it would be without the checkpoint."""
-        if callback not in compiles_bodies:
+        if callback not in contexts:
             backend, stored = dynamo.innermost_backend(callback)
             is_ours = isinstance(backend, backend_class)
-            in_regions = is_ours and backend.compiles_regions(stored) and not dynamo.ranks_compile_together()
-            if is_ours and not in_regions:
+            context = backend.around_bodies(stored) if is_ours and not dynamo.ranks_compile_together() else None
+            if is_ours and context is None:
                 backend.record_capture(stored, CaptureEvent(_LEFT_CHECKPOINT, retried=False))
-            compiles_bodies[callback] = in_regions
-        return compiles_bodies[callback]
+            contexts[callback] = context
+        return contexts[callback]
 
     @older_objects_left_out()
     def hook(backend: FrameOwner, stored: Mapping[str, Any], traced: Any, convert: Callable[[], Any]) -> Any:
         asked, known = backend.begin_frame(stored, traced.f_code), backend.known_failures
-        python_checkpoints.compile_bodies(compiles_body)
+        python_checkpoints.compile_bodies(around_body)
         record = functools.partial(backend.record_capture, stored)
         frame = Frame(convert, record, known.of(traced), known.note)
         convert_one = functools.partial(_convert_as, asked)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch.utils.checkpoint
@@ -58,10 +59,11 @@ def in_body() -> bool:
     return _body.is_running
 
 
-def compile_bodies(is_compiled: Callable[[Any], bool]) -> None:
-    """From now on, ask ``is_compiled`` at each checkpoint that Python calls in compiled code, with Dynamo's callback.
+def compile_bodies(around: Callable[[Any], Callable[[], AbstractContextManager[None]] | None]) -> None:
+    """From now on, ask ``around`` at each checkpoint that Python calls in compiled code, with Dynamo's callback.
 
-    A checkpoint outside of compiled code is torch's own.
+    The checkpoint runs in the context that it answers, its body compiled; None: in eager mode, as torch runs it. A
+    checkpoint outside of compiled code is torch's own.
     """
     if not CHECKPOINTS.is_available():
         return
@@ -78,9 +80,11 @@ def compile_bodies(is_compiled: Callable[[Any], bool]) -> None:
         def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             callback = set_eval_frame(None)
             try:
-                if callable(callback) and is_compiled(callback):
-                    function = _with_callback(function, callback)
-                return disabled(function, *args, **kwargs)
+                context = around(callback) if callable(callback) else None
+                if context is None:
+                    return disabled(function, *args, **kwargs)
+                with context():
+                    return disabled(_with_callback(function, callback), *args, **kwargs)
             finally:
                 set_eval_frame(callback)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +15,15 @@ def are_active() -> bool:
     """Does this thread have a pair of ``torch.autograd.graph.saved_tensors_hooks``?"""
     # The argument: those that are set while Dynamo traces count too.
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def move_to_pinned_memory() -> bool:
+    """Are this thread's innermost hooks those of ``torch.autograd.graph.save_on_cpu(pin_memory=True)``?"""
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    known: Any = torch.autograd.graph.save_on_cpu().pack_hook
+    if hooks is None or not inspect.isfunction(hooks[0]) or hooks[0].__code__ is not known.__code__:
+        return False
+    return bool(inspect.getclosurevars(hooks[0]).nonlocals.get("pin_memory"))
 
 
 def are_forbidden() -> bool:

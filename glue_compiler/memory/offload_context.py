@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 import weakref
 from collections import deque
@@ -11,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from glue_compiler.compat import checkpoint_calls, features
+from glue_compiler.compat import checkpoint_calls, features, saved_tensor_hooks
 from glue_compiler.compat.checkpoint_calls import SavingCall
 from glue_compiler.errors import GlueWarning
 from glue_compiler.fx.values import keeps_layout
@@ -53,6 +54,29 @@ def offload_checkpoints(pinned_limit: int | None = None) -> Iterator[None]:
     with torch.autograd.graph.saved_tensors_hooks(chain.pack, lambda saved: saved.take()):
         yield
     chain.finish()
+
+
+class _OfThread(threading.local):
+    def __init__(self) -> None:
+        self.chain: _Chain | None = None
+
+
+_of_thread = _OfThread()
+
+
+@contextmanager
+def offload_where_asked(pinned_limit: int | None) -> Iterator[None]:
+    """For one checkpoint: where ``save_on_cpu(pin_memory=True)`` would copy its input in turn with compute.
+
+    The input moves as in :func:`offload_checkpoints`. What follows the last region is not seen: of the last three
+    regions the inputs stay.
+    """
+    if not (saved_tensor_hooks.move_to_pinned_memory() and features.OFFLOAD_CONTEXT.is_available()):
+        yield
+        return
+    chain = _of_thread.chain = _of_thread.chain or _Chain(engine, pinned_limit)
+    with torch.autograd.graph.saved_tensors_hooks(chain.pack, lambda saved: saved.take()):
+        yield
 
 
 def comes_back_as_it_was(tensor: Tensor) -> bool:

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from glue_compiler.compat import python_checkpoints
 from glue_compiler.compat.parts import ANY
+from glue_compiler.ops.copy_engine import CopyEngine
 from tests.capture.test_layer_regions import Checkpointed, Layer, Run, WithHead, ids, layers
 
 REASON = "a graph ends in the body of a checkpoint"
@@ -181,8 +182,10 @@ def test_random_numbers_are_drawn_again():
 class OnTheHost(Layer):
     """As with transformers' ``offload=True``: what a checkpoint saves is copied, in a context that no graph has."""
 
+    pin_memory = False
+
     def __call__(self, *args, **kwargs):
-        with torch.autograd.graph.save_on_cpu():
+        with torch.autograd.graph.save_on_cpu(pin_memory=self.pin_memory):
             return checkpoint(super().__call__, *args, use_reentrant=False, **kwargs)
 
 
@@ -201,6 +204,55 @@ def test_without_an_option_a_checkpoint_in_a_context_is_compiled():
     run = by_default(WithHead(layers(5, OnTheHost)))
     assert max(graph.nodes_before for graph in run.session.graphs) > 10
     assert not any(REASON in event.reason for event in run.session.capture_events)
+
+
+class OnThePinnedHost(OnTheHost):
+    pin_memory = True
+
+
+@pytest.fixture
+def copies(monkeypatch):
+    """The engine's, to the host and back."""
+    done = {"start_offload": 0, "start_reload": 0}
+    for name in done:
+        original = getattr(CopyEngine, name)
+
+        def count(self, *args, name=name, original=original):
+            done[name] += 1
+            return original(self, *args)
+
+        monkeypatch.setattr(CopyEngine, name, count)
+    return done
+
+
+def test_what_such_a_context_would_copy_in_turn_moves_beside_compute(copies):
+    by_default(WithHead(layers(7, OnThePinnedHost))).step(ids(9))
+    # Three steps, and each has the last three inputs still on the device when its backward comes to them.
+    assert copies == {"start_offload": 3 * 6, "start_reload": 3 * 4}
+
+
+def test_a_graph_whose_backward_comes_after_another_forward_has_its_own_inputs(copies):
+    run = by_default(WithHead(layers(7, OnThePinnedHost)))
+    found = []
+    for model, call in ((run.model, run.compiled), (run.eager, run.eager)):
+        model.zero_grad()
+        both = [call(ids(length)) for length in (12, 17)]
+        both[0].sum().backward()
+        both[1].square().sum().backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)
+    assert copies["start_reload"] > 0
+
+
+@pytest.mark.parametrize("hooks", ["pageable", "of another"])
+def test_other_hooks_are_left_alone(copies, hooks):
+    class Other(Layer):
+        def __call__(self, *args, **kwargs):
+            with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x):
+                return checkpoint(super().__call__, *args, use_reentrant=False, **kwargs)
+
+    by_default(WithHead(layers(5, OnTheHost if hooks == "pageable" else Other)))
+    assert not any(copies.values())
 
 
 def test_without_an_option_layers_that_end_no_graph_are_one():
