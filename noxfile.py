@@ -22,7 +22,8 @@ TRANSFORMERS = ("4.57", "5.0", "newest")
 EXTRAS = nox.project.load_toml("pyproject.toml")["project"]["optional-dependencies"]
 STACKS = tuple(each for each in EXTRAS["stacks"] if not each.startswith("transformers"))
 """What ``tests/stacks`` trains with; what is not installed is skipped there."""
-BOUND_TO_TRANSFORMERS = ("transformers", "huggingface_hub", "tokenizers", "hf-xet", *STACKS)
+OF_DATASETS = ("datasets", "dill", "multiprocess", "fsspec", "pyarrow")
+BOUND_TO_TRANSFORMERS = ("transformers", "huggingface_hub", "tokenizers", "hf-xet", *OF_DATASETS, *STACKS)
 TESTS = ("tests", "-m", "not slow or stack")
 
 

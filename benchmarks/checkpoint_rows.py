@@ -53,7 +53,7 @@ def prepare(
         return compiled(), nullcontext
     options: dict[str, dict[str, Any]] = {"glue": {"offload": "checkpoints"}, "glue-none": {"regions": "whole"}}
     if row in options or row in REGION_ROWS:
-        return compiled(backend="glue", options=options.get(row, {"regions": "auto"})), nullcontext
+        return compiled(backend="glue", options=options.get(row)), nullcontext
     for layer in model.layers:
         layer.compile(fullgraph=True, dynamic=dynamic)
     if row == "save_on_cpu":

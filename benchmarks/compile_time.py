@@ -47,9 +47,9 @@ from glue_compiler.pipeline.graph_pass import PairPass
 
 VARIANTS: Mapping[str, dict[str, Any] | None] = {
     "inductor": None,
-    "glue": {},
-    "glue-unshared": {"passes": {"share_layers": False}},
-    "glue-regions": {"regions": "auto"},
+    "glue": {"regions": "whole"},
+    "glue-unshared": {"regions": "whole", "passes": {"share_layers": False}},
+    "glue-regions": {},
 }
 PARTS = ("dynamo s", "glue s", "aot s", "inductor s", "load s", "rest s", "run s")
 COLUMNS = ("first s", *PARTS, "step ms", "peak GiB", "loss")

@@ -26,6 +26,7 @@ INTRODUCTION = """# End to end
 
 Whole training steps of unmodified models with random weights: forward, loss, backward, clipping, AdamW, one row of
 packed documents that differ each step. `python -m benchmarks.end_to_end --help` explains rows, variants and columns.
+`glue` is one graph (`regions="whole"`). `glue-regions` is the default since 2026-11-29: layers share compiled code.
 Compare numbers of one run only."""
 LEFT_OUT = ("best_ms", "worst_ms", "ratio", "graphs", "warnings")
 """Columns of a run that its own output has and the page has not."""

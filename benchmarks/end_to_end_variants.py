@@ -136,9 +136,18 @@ def _patch_by_liger(model: Any) -> None:
     _apply_liger_kernel_to_instance(model)
 
 
+WHOLE = (("regions", "whole"),)
+
+
 def _glue_with(*names: str) -> Variant:
     """glue with these passes alone."""
-    return Variant("glue", options=(("passes", {each.name: each.name in names for each in registry.all_passes()}),))
+    return Variant(
+        "glue",
+        options=(
+            *WHOLE,
+            ("passes", {each.name: each.name in names for each in registry.all_passes()}),
+        ),
+    )
 
 
 CUDA_GRAPHS = (("triton.cudagraphs", True),)
@@ -147,7 +156,7 @@ CUDA_GRAPHS = (("triton.cudagraphs", True),)
 DROPPED = (("padding", "drop"),)
 
 VARIANTS = {
-    "glue": Variant("glue"),
+    "glue": Variant("glue", options=WHOLE),
     "inductor": Variant("inductor"),
     "flex": Variant("inductor", "flex_attention"),
     "eager": Variant(None),
@@ -158,23 +167,23 @@ VARIANTS = {
     "unsloth": Variant(None, peer=peer_unsloth.build),
     "fa2": Variant("inductor", "flash_attention_2"),
     "fa4": Variant("inductor", "flash_attention_4"),
-    "glue-torch": Variant("glue", options=(("kernels", "torch"),)),
-    "glue-recompute": Variant("glue", recomputes=True),
+    "glue-torch": Variant("glue", options=(*WHOLE, ("kernels", "torch"))),
+    "glue-recompute": Variant("glue", options=WHOLE, recomputes=True),
     "inductor-recompute": Variant("inductor", recomputes=True),
-    "glue-unshared": Variant("glue", options=(("passes", {"share_layers": False}),)),
-    "glue-packed-weights": Variant("glue", options=(("passes", {"fuse_dequantization": False}),)),
+    "glue-unshared": Variant("glue", options=(*WHOLE, ("passes", {"share_layers": False}))),
+    "glue-packed-weights": Variant("glue", options=(*WHOLE, ("passes", {"fuse_dequantization": False}))),
     "glue-offload": Variant("glue", options=(("offload", "checkpoints"),)),
-    "glue-dropped": Variant("glue", options=DROPPED),
+    "glue-dropped": Variant("glue", options=(*WHOLE, *DROPPED)),
     "glue-shared": Variant("glue", options=(*DROPPED, ("prefix", "share"))),
-    "glue-regions-dropped": Variant("glue", options=(("regions", "auto"), *DROPPED)),
+    "glue-regions-dropped": Variant("glue", options=DROPPED),
     "glue-ranks-agree": Variant("glue", options=(("assume", {"ranks_agree": True}),)),
     "glue-layers": Variant("glue", by_layers=True),
-    "glue-regions": Variant("glue", options=(("regions", "auto"),)),
+    "glue-regions": Variant("glue"),
     "flex-regions": Variant("inductor", "flex_attention", by_regions=True),
-    "glue-cudagraphs": Variant("glue", options=CUDA_GRAPHS),
-    "glue-regions-cudagraphs": Variant("glue", options=(("regions", "auto"), *CUDA_GRAPHS)),
+    "glue-cudagraphs": Variant("glue", options=(*WHOLE, *CUDA_GRAPHS)),
+    "glue-regions-cudagraphs": Variant("glue", options=CUDA_GRAPHS),
     "flex-cudagraphs": Variant("inductor", "flex_attention", options=CUDA_GRAPHS),
-    "glue-update": Variant("glue", compiles_update=True),
+    "glue-update": Variant("glue", options=WHOLE, compiles_update=True),
     "flex-update": Variant("inductor", "flex_attention", compiles_update=True),
     "inductor-layers": Variant("inductor", by_layers=True),
     "flex-layers": Variant("inductor", "flex_attention", by_layers=True),

@@ -10,7 +10,7 @@ the third goes on from what the second had saved halfway, with the caches that b
 
 Columns: ms of a step (median); GiB of the process and of tensors on the device after a tenth of its process's steps,
 and at the end; how many graphs were compiled behind a process's 20th step; the held-out loss at the end, and the mean
-distance of the held-out losses from those of ``eager:0``, over the second half.
+distance of the held-out losses from those of ``eager:0``, over the second half of what both have done.
 
 On a CPU, to test the code: ``--device cpu --compiler aot_eager --steps 60 --tokens 128``.
 """
@@ -226,7 +226,7 @@ def line(name: str, found: Sequence[dict[str, Any]], late: int, reference: Seque
     last_process = found[-1]["step"] - found[-1]["of_process"]
     own = [each for each in found if each["step"] >= last_process]
     early, end = own[len(own) // 10], own[-1]
-    half = found[-1]["step"] // 2
+    half = min(found[-1]["step"], reference[-1]["step"] if reference else 0) // 2
     losses, others = losses_of(found, half), losses_of(reference, half)
     both = losses.keys() & others.keys()
     distance = statistics.fmean(abs(losses[step] - others[step]) for step in both) if both else float("nan")

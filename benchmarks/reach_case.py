@@ -143,8 +143,8 @@ def _run_in(dtype: torch.dtype, case: Case) -> Result:
     session = Session()
     backend = _Counting(session=session)
     result = Result(case.name, "right", attention=tiny.attention, dtype=str(dtype))
-    regions = {"regions": "auto"} if case.scope == "regions" else {}
-    how = {"backend": backend, "options": {"compiler": "aot_eager", **regions}}
+    regions = "auto" if case.scope == "regions" else "whole"
+    how = {"backend": backend, "options": {"compiler": "aot_eager", "regions": regions}}
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

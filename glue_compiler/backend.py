@@ -143,12 +143,11 @@ class GlueBackend:
         if options.capture:
             loops = functools.reduce(operator.or_, (p.proves_loops for p in pipeline.passes), loops)
             how = capture.Capture.LOOPS if loops else capture.Capture.VALUES
-        refusal = None if options.offload is None else "'offload' looks at all layers of a step"
-        return capture.Asked(how, _where_regions_begin(options), refusal, loops)
+        return capture.Asked(how, options.regions == "auto" and options.capture, loops)
 
     def around_bodies(self, stored: Mapping[str, Any]) -> Callable[[], AbstractContextManager[None]] | None:
         options = self._pipeline_for(stored).options
-        if _where_regions_begin(options) == "never":
+        if options.regions == "whole" or not options.capture:
             return None
         return functools.partial(offload_where_asked, options.pinned_limit)
 
@@ -165,13 +164,6 @@ class GlueBackend:
 
     def _session_for(self, options: GlueOptions) -> Session:
         return watchers.session_of(options, self._session)
-
-
-def _where_regions_begin(options: GlueOptions) -> capture.RegionsBegin:
-    if options.regions is not None:
-        return "always" if options.regions == "auto" else "never"
-    looks_at_all_layers = options.offload is not None or options.prefix == "share"
-    return "where graphs end" if options.capture and not looks_at_all_layers else "never"
 
 
 capture.install(GlueBackend)

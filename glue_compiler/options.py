@@ -40,8 +40,8 @@ class GlueOptions:
         logits: of graphs that return the logits of a loss: ``"deferred"``: they are computed when somebody reads them.
             ``"kept"``: such graphs compute loss and logits as they are.
         regions: ``"auto"``: layers that are alike are compiled once for each kind, and Python runs their loop.
-            ``"whole"``: a graph holds all that Dynamo can capture, as always with ``fullgraph=True``. None: whole,
-            unless the graph would end in the first of these layers, as at a hook of FSDP2's.
+            ``"whole"``: a graph holds all that Dynamo can capture, as always with ``fullgraph=True``, ``offload``,
+            ``prefix="share"`` and ``capture=False``.
         mixed_documents: ``"warn"``: once, where layers mix the documents of a packed batch that attention keeps apart.
         padding: ``"drop"``: tokens that a padding mask hides are not computed; results are zeros there, and their
             labels must be ignored. ``"keep"``: they are.
@@ -74,7 +74,7 @@ class GlueOptions:
     compiler: Compiler = "inductor"
     kernels: Kernels = "all"
     logits: Logits = "deferred"
-    regions: Regions | None = None
+    regions: Regions = "auto"
     mixed_documents: MixedDocuments = "warn"
     padding: Padding = "keep"
     prefix: Prefix = "keep"
@@ -132,7 +132,11 @@ def parse_options(
     if values.get("memory_budget") is not None:
         _plan_regions(values)
     if values.get("prefix") == "share":
-        _require_whole_rows(values)
+        if values.get("padding") != "drop":
+            raise GlueOptionError("prefix='share' is a part of padding='drop'; set that, too")
+        _require_whole(values, "prefix='share' looks at whole graphs")
+    if values.get("offload") is not None:
+        _require_whole(values, "'offload' looks at all layers of a step")
     return GlueOptions(**values, inductor=inductor)
 
 
@@ -143,11 +147,9 @@ def _plan_regions(values: dict[str, Any]) -> None:
         raise GlueOptionError("with a 'memory_budget' glue decides what waits on the host; leave out 'offload'")
 
 
-def _require_whole_rows(values: Mapping[str, Any]) -> None:
-    if values.get("padding") != "drop":
-        raise GlueOptionError("prefix='share' is a part of padding='drop'; set that, too")
-    if values.get("regions") == "auto":
-        raise GlueOptionError("prefix='share' looks at whole graphs; leave out regions='auto' and 'memory_budget'")
+def _require_whole(values: dict[str, Any], why: str) -> None:
+    if values.setdefault("regions", "whole") == "auto":
+        raise GlueOptionError(f"{why}; leave out regions='auto' and 'memory_budget'")
 
 
 def extra_passes_in(options: Mapping[str, Any] | None, environment: Mapping[str, str] | None = None) -> tuple[Any, ...]:
@@ -286,7 +288,7 @@ _CONVERT: dict[str, Callable[[Any], Any]] = {
     "compiler": _choice("compiler", get_args(Compiler)),
     "kernels": _choice("kernels", get_args(Kernels)),
     "logits": _choice("logits", get_args(Logits)),
-    "regions": _choice("regions", get_args(Regions), none=(None,)),
+    "regions": _choice("regions", get_args(Regions)),
     "mixed_documents": _choice("mixed_documents", get_args(MixedDocuments)),
     "padding": _choice("padding", get_args(Padding)),
     "prefix": _choice("prefix", get_args(Prefix)),

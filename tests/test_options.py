@@ -165,13 +165,22 @@ def test_any_other_budget_is_an_error_that_says_what_there_is(budget):
 
 
 def test_a_budget_is_kept_by_regions():
-    assert parse().regions is parse({"memory_budget": None}).regions is None
     assert parse({"memory_budget": "auto"}).regions == parse(GLUE_MEMORY_BUDGET="24GiB").regions == "auto"
     assert parse({"memory_budget": "auto", "regions": "auto"}).regions == "auto"
     for given in ({"regions": "whole"}, {"offload": "checkpoints"}):
         (name,) = given
         with pytest.raises(GlueOptionError, match=f"'memory_budget'.* leave out '?{name}"):
             parse({"memory_budget": 0.5, **given})
+
+
+@pytest.mark.parametrize("given", [{"offload": "checkpoints"}, {"padding": "drop", "prefix": "share"}], ids=str)
+def test_what_looks_at_all_layers_makes_graphs_whole(given):
+    assert parse().regions == parse({"offload": None, "prefix": "keep"}).regions == "auto"
+    assert parse(given).regions == parse({**given, "regions": "whole"}).regions == "whole"
+    with pytest.raises(GlueOptionError, match="looks at .*; leave out regions='auto'"):
+        parse({**given, "regions": "auto"})
+    with pytest.raises(GlueOptionError, match="looks at .*; leave out regions='auto'"):
+        parse(given, GLUE_REGIONS="auto")
 
 
 @pytest.mark.parametrize("value", ["9" * 400, "9" * 400 + "GiB", 10**400, "1e400"])

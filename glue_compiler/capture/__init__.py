@@ -14,7 +14,7 @@ for granted and eager does not, ``checkpoint_writes.py`` writes that eager repea
 Each says what it lets through, and why that is safe.
 """
 
-from glue_compiler.capture.frames import FLAGS, Asked, Capture, CaptureEvent, RegionsBegin, install
+from glue_compiler.capture.frames import FLAGS, Asked, Capture, CaptureEvent, install
 from glue_compiler.capture.gradient_leaves import asking, leaves_of
 from glue_compiler.capture.index_puts import check_rows
 from glue_compiler.capture.known_failures import KnownFailures
@@ -30,7 +30,6 @@ __all__ = [
     "KnownLayers",
     "LayerKind",
     "Loops",
-    "RegionsBegin",
     "asking",
     "check_proved",
     "check_rows",

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import CodeType
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from glue_compiler.capture.checkpoint_writes import CheckpointWrites
 from glue_compiler.capture.expert_loops import SpeculativeRegions
@@ -185,13 +185,11 @@ def _may_be_the_flags(error: Exception) -> bool:
     return not dynamo.is_soft_failure(error) or dynamo.is_data_dependent_failure(error)
 
 
-def convert_in_regions(
-    frame: Frame, traced: Any, asked: Asked, layers: KnownLayers, convert: Callable[[Frame], Any]
-) -> Any:
+def convert_in_regions(frame: Frame, traced: Any, layers: KnownLayers, convert: Callable[[Frame], Any]) -> Any:
     """Convert one frame up to the layers that it calls; or one of a layer, which all layers of its kind share."""
     kind = layers.kind_of_frame(traced)
     if kind is None:
-        observer = LayerRegions(layers, asked.refusal, asked.regions == "where graphs end")
+        observer = LayerRegions(layers)
         try:
             with dynamo_tracing.traced(observer), layers.conversion(None):
                 try:
@@ -217,17 +215,12 @@ def convert_in_regions(
         return convert(frame)
 
 
-RegionsBegin = Literal["never", "where graphs end", "always"]
-
-
 @dataclass(frozen=True)
 class Asked:
-    """What options ask for. ``refusal``: why layers are no regions, where ``regions`` asks for them. ``loops``: that
-    passes prove."""
+    """What options ask for. ``in_regions``: layers that are alike share compiled code. ``loops``: that passes prove."""
 
     capture: Capture
-    regions: RegionsBegin = "never"
-    refusal: str | None = None
+    in_regions: bool = False
     loops: Loops = Loops.NONE
 
 
@@ -291,11 +284,11 @@ def install(backend_class: type[FrameOwner]) -> None:
         record = functools.partial(backend.record_capture, stored)
         frame = Frame(convert, record, known.of(traced), known.note)
         convert_one = functools.partial(_convert_as, asked)
-        is_whole = asked.regions == "never" or dynamo.ranks_compile_together() or not layer_calls.REGIONS.is_available()
+        may_share = layer_calls.REGIONS.is_available() and not dynamo.ranks_compile_together()
         try:
-            if is_whole:
+            if not (asked.in_regions and may_share):
                 return convert_one(frame)
-            return convert_in_regions(frame, traced, asked, backend.known_layers, convert_one)
+            return convert_in_regions(frame, traced, backend.known_layers, convert_one)
         except GluePythonEffectError as error:
             frame.record(CaptureEvent(first_line(error), retried=False))
             return layer_calls.run_in_python(always=True)

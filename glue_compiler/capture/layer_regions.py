@@ -168,16 +168,9 @@ class _Seen:
 
 @dataclass
 class LayerRegions(dynamo_tracing.TracingObserver):
-    """Ends the graph that is being traced where layers begin.
-
-    Args:
-        refusal: why no graph ends, though layers are found.
-        waits: graphs end where layers begin only if they would end in the first one anyway, as at a hook of FSDP2's.
-    """
+    """Ends the graph that is being traced where layers begin."""
 
     known: KnownLayers
-    refusal: str | None = None
-    waits: bool = False
     refused: dict[str, None] = field(default_factory=dict)
     """Why layers that were found are no regions, in order."""
     _kinds: dict[nn.Module, _Kind] = field(default_factory=dict)
@@ -218,19 +211,13 @@ class LayerRegions(dynamo_tracing.TracingObserver):
             return None
         kind = self.known.kind_of(call.module)
         if kind is None and self.known.lie_in(call.module, call.code):
-            if self._refusal(call.frame, ()) is not None:
+            if _refusal(call.frame, ()) is not None:
                 return None
             self._left_at = call.at_in_function
             return "layers that are compiled by themselves"
-        if kind is None and self.waits:
-            self._in_checkpoint = bool(dynamo_tracing.bodies_around(call.frame))
-            # No other call can be the one in which tracing stops at a hook, or in a checkpoint.
-            if (self._in_checkpoint or layer_calls.has_hooks(call.module)) and self._kind(call) is not None:
-                self._inside = call
-            return None
         if kind is None and not self._is_layer(call):
             return None
-        refusal = self._refusal(call.frame, call.arguments)
+        refusal = _refusal(call.frame, call.arguments)
         if refusal is None and layer_calls.is_never_converted(call.module):
             refusal = f"Dynamo converts no function of {type(call.module).__name__} by itself"
         if refusal is not None:
@@ -295,13 +282,13 @@ class LayerRegions(dynamo_tracing.TracingObserver):
             self._kinds.update(_kinds_in(module))
         return self.known.add(call.module, self._kinds)
 
-    def _refusal(self, frame: Any, arguments: Iterable[Any]) -> str | None:
-        if self.refusal is not None:
-            return self.refusal
-        if dynamo_tracing.bodies_around(frame):
-            return "layers are called in the body of a checkpoint or of another operator, which is one graph"
-        own = layer_calls.object_in(arguments)
-        return None if own is None else _own_part(own)
+
+def _refusal(frame: Any, arguments: Iterable[Any]) -> str | None:
+    """Why a call of a layer, found in ``frame``, is part of the graph."""
+    if dynamo_tracing.bodies_around(frame):
+        return "layers are called in the body of a checkpoint or of another operator, which is one graph"
+    own = layer_calls.object_in(arguments)
+    return None if own is None else _own_part(own)
 
 
 def _own_part(own: type) -> str:

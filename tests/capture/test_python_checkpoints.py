@@ -114,10 +114,9 @@ class HooksATensor(Layer):
     forward = Tells.forward
 
 
-@pytest.mark.parametrize("regions", ["auto", None])
 @pytest.mark.parametrize("kind", [Tells, HooksATensor])
-def test_a_body_that_changes_pythons_objects_is_pythons(kind, regions):
-    run = Run(WithHead(layers(4, kind)), {"regions": regions}).step(ids()).step(ids()).step(ids(17))
+def test_a_body_that_changes_pythons_objects_is_pythons(kind):
+    run = Run(WithHead(layers(4, kind))).step(ids()).step(ids()).step(ids(17))
     seen = [[getattr(layer, "calls", None) for layer in model.decoder.layers] for model in (run.model, run.eager)]
     assert seen[0] == seen[1]
     assert any("changes Python's objects" in event.reason for event in run.session.capture_events)
@@ -189,19 +188,19 @@ class OnTheHost(Layer):
             return checkpoint(super().__call__, *args, use_reentrant=False, **kwargs)
 
 
-def by_default(model):
-    return Run(model, {"regions": None}).step(ids()).step(ids(17))
+def two_steps(model):
+    return Run(model).step(ids()).step(ids(17))
 
 
 @pytest.mark.parametrize("model", [hooked, functools.partial(hooked, Layer)], ids=["checkpointed", "plain"])
-def test_without_an_option_layers_are_regions_where_a_graph_ends_in_one(model):
-    run = by_default(model())
+def test_layers_are_regions_where_a_graph_ends_in_one(model):
+    run = two_steps(model())
     assert len(run.regions) == 2
     assert not any(REASON in event.reason for event in run.session.capture_events)
 
 
-def test_without_an_option_a_checkpoint_in_a_context_is_compiled():
-    run = by_default(WithHead(layers(5, OnTheHost)))
+def test_a_checkpoint_in_a_context_is_compiled():
+    run = two_steps(WithHead(layers(5, OnTheHost)))
     assert max(graph.nodes_before for graph in run.session.graphs) > 10
     assert not any(REASON in event.reason for event in run.session.capture_events)
 
@@ -226,13 +225,13 @@ def copies(monkeypatch):
 
 
 def test_what_such_a_context_would_copy_in_turn_moves_beside_compute(copies):
-    by_default(WithHead(layers(7, OnThePinnedHost))).step(ids(9))
+    two_steps(WithHead(layers(7, OnThePinnedHost))).step(ids(9))
     # Three steps, and each has the last three inputs still on the device when its backward comes to them.
     assert copies == {"start_offload": 3 * 6, "start_reload": 3 * 4}
 
 
 def test_a_graph_whose_backward_comes_after_another_forward_has_its_own_inputs(copies):
-    run = by_default(WithHead(layers(7, OnThePinnedHost)))
+    run = two_steps(WithHead(layers(7, OnThePinnedHost)))
     found = []
     for model, call in ((run.model, run.compiled), (run.eager, run.eager)):
         model.zero_grad()
@@ -251,15 +250,8 @@ def test_other_hooks_are_left_alone(copies, hooks):
             with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x):
                 return checkpoint(super().__call__, *args, use_reentrant=False, **kwargs)
 
-    by_default(WithHead(layers(5, OnTheHost if hooks == "pageable" else Other)))
+    two_steps(WithHead(layers(5, OnTheHost if hooks == "pageable" else Other)))
     assert not any(copies.values())
-
-
-def test_without_an_option_layers_that_end_no_graph_are_one():
-    model = WithHead(layers(5, Checkpointed))
-    for layer in model.decoder.layers:
-        layer.register_forward_pre_hook(lambda module, args: None)
-    assert by_default(model).regions == []
 
 
 def test_whole_graphs_leave_it_to_torch_and_say_so():
