@@ -105,6 +105,11 @@ def kind_of(mask: Any) -> MaskKind | None:
     return known.kind if known is not None and _is_as(known.state, mask) else None
 
 
+def lengths_with_documents() -> set[int]:
+    """Numbers of tokens of masks that are in memory and keep documents apart."""
+    return {mask.shape[-1] for mask in list(_known) if (kind := kind_of(mask)) is not None and kind.has_documents}
+
+
 def remember_tokens(tokens: Any, source: Any) -> None:
     """``tokens`` ``[B, T, ...]`` are zeros where a mask with padding, or what others are zeros for, hides them."""
     mask = _mask_behind(source)

@@ -42,7 +42,7 @@ class SpecializeAttention(GraphPass):
         written = ((f"write {each.site.output.name} as {each.form}", each) for each in plan.replacements)
         plan.replacements = list(context.fuel.allowed(written))
         if context.options.mixed_documents == "warn":
-            _warn_of(mixed_documents(plan, reader))
+            _warn_of(mixed_documents(plan, reader, graph.graph))
         returned, skips = returned_masks(reader, assume_sorted=assume_sorted)
         counts = apply_plan(plan, reader, few_sizes=uses_cuda_graphs(context.options.inductor))
         return PassResult(

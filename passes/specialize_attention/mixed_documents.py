@@ -20,7 +20,8 @@ from glue_compiler.compat import symbols
 from glue_compiler.compat.layers import layer_of
 from glue_compiler.fx.operators import Call, Operators, Value
 from glue_compiler.fx.reachable import reachable
-from glue_compiler.fx.values import expression, value_in, value_of
+from glue_compiler.fx.values import expression, has_value, inputs_of, value_in, value_of
+from glue_compiler.ops import known_masks
 from glue_compiler.passes.specialize_attention.analysis import AttentionPlan
 from glue_compiler.passes.specialize_attention.mask_reader import MaskReader
 
@@ -46,8 +47,11 @@ class Mixed:
         return f"{layer_of(self.node) or self.node.name} ({self.how})"
 
 
-def mixed_documents(plan: AttentionPlan, reader: MaskReader) -> list[Mixed]:
-    """Of the graph in which ``plan`` has proved documents; to be called before it is applied."""
+def mixed_documents(plan: AttentionPlan, reader: MaskReader, graph: fx.Graph) -> list[Mixed]:
+    """Of the graph in which ``plan`` has proved documents, or that is given tokens of which a mask in memory has some.
+
+    To be called before ``plan`` is applied.
+    """
     known: dict[fx.Node, None] = {}
     lengths: dict[Any, Any] = {}
     for replacement in plan.replacements:
@@ -56,15 +60,26 @@ def mixed_documents(plan: AttentionPlan, reader: MaskReader) -> list[Mixed]:
             known[reader.leaves[name].node] = None
             length = value_of(replacement.site.output).shape[-2]
             lengths[expression(length)] = length
-    if not known:
-        return []
     operators = reader.operators
-    sources = _sources(known)
+    # What tells documents apart, given to a layer without attention, is whatever is no float.
+    sources = _sources(known or [node for node in inputs_of(graph) if has_value(node) and not _is_floating(node)])
+    if not known:
+        lengths = _lengths_of_given(graph)
+    if not lengths:
+        return []
     return [
         Mixed(node, how)
         for node in operators.numbering.nodes
         if (how := _how(node, operators, [*lengths.values()])) and not _is_computed_from(sources, node, operators)
     ]
+
+
+def _lengths_of_given(graph: fx.Graph) -> dict[Any, Any]:
+    """Sizes ``T`` of inputs ``[B, T, ...]`` of as many tokens as a mask with documents that is in memory."""
+    lengths = known_masks.lengths_with_documents()
+    given = (value_of(node) for node in inputs_of(graph) if lengths and has_value(node) and _is_floating(node))
+    sizes = [value.shape[1] for value in given if isinstance(value, torch.Tensor) and value.dim() >= 3]
+    return {expression(size): size for size in sizes if symbols.size_when_traced(size) in lengths}
 
 
 def _how(node: fx.Node, operators: Operators, lengths: Collection[Any]) -> str:

@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from glue_compiler.backend import GlueBackend
 from glue_compiler.errors import GlueDocumentsWarning
+from glue_compiler.report.session import Session
 from tests.captured import compile_with_glue
 
 LENGTH, WIDTH = 12, 8
@@ -155,3 +157,62 @@ def test_lengths_that_vary():
     run = compile_with_glue(AnyLength(None), passes={"specialize_attention": True}, dynamic=True)
     with pytest.warns(GlueDocumentsWarning, match="a running sum"):
         run.call(torch.randn(1, LENGTH, WIDTH).double(), POSITIONS)
+
+
+class Recurrent(nn.Module):
+    """A layer without attention; ``borders``: what it is given of the documents."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = (nn.Linear(WIDTH, WIDTH).double() for _ in range(2))
+        self.norm = nn.LayerNorm(WIDTH).double()
+
+    def forward(self, x, mask, borders):
+        gate = F.logsigmoid(self.inner(self.norm(x)))
+        gate = gate if borders is None else gate.masked_fill(borders[..., None], -1e4)
+        return x + self.outer(gate.cumsum(1).exp()) * torch.sigmoid(x)
+
+
+class Attention(Recurrent):
+    def forward(self, x, mask, borders):
+        q, k = self.inner(self.norm(x))[:, None], self.outer(x)[:, None]
+        return x + F.scaled_dot_product_attention(q, k, k, attn_mask=mask).flatten(0, 1) * torch.sigmoid(x)
+
+
+class InRegions(nn.Module):
+    def __init__(self, knows_borders=False, has_documents=True):
+        super().__init__()
+        self.layers = nn.ModuleList(kind() for kind in [Recurrent, Attention] * 4)
+        self.knows_borders, self.has_documents = knows_borders, has_documents
+
+    def forward(self, x, positions):
+        documents = (positions.diff(prepend=positions[:, :1] - 1) != 1).cumsum(1)
+        mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()[None]
+        if self.has_documents:
+            mask = mask & (documents[:, :, None] == documents[:, None, :])
+        borders = (positions == 0) if self.knows_borders else None
+        for layer in self.layers:
+            x = layer(x, mask[:, None] if isinstance(layer, Attention) else None, borders)
+        return x
+
+
+def warned_of_regions(**how):
+    torch._dynamo.reset()
+    session = Session()
+    model = InRegions(**how)
+    call = torch.compile(model, backend=GlueBackend(session=session), options={"compiler": "aot_eager"})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call(torch.randn(1, LENGTH, WIDTH, dtype=torch.float64, requires_grad=True), POSITIONS)
+    assert {graph.region for graph in session.graphs} >= {"Recurrent x4", "Attention x4"}
+    return [str(each.message) for each in caught if issubclass(each.category, GlueDocumentsWarning)]
+
+
+def test_layers_without_attention_beside_others_that_have_it():
+    (text,) = warned_of_regions()
+    assert "a running sum" in text
+
+
+@pytest.mark.parametrize("how", [{"knows_borders": True}, {"has_documents": False}], ids=str)
+def test_layers_that_are_given_the_borders_or_meet_no_documents(how):
+    assert warned_of_regions(**how) == []
