@@ -27,8 +27,9 @@ inputs of checkpointed layers. ``glue-none`` makes no rewrite, and ``glue-metada
 too; the others have torch's fused AdamW. ``liger`` is eager, the model patched by Liger (package ``liger-kernel``), its
 loss without logits among them. A variant that ends in ``-layers`` compiles each decoder layer by itself
 (``layer.compile(...)``), as FSDP2 recipes do; masks, rotary tables and the loss are eager then, and equal layers share
-their graphs. ``glue`` and its forms are one graph (``regions="whole"``), ``glue-regions`` and what has it in its name are glue by
-default, ``flex-regions`` what a user can write by hand in its place: layers with their checkpoints inside, head and loss. ``-cudagraphs`` have ``mode="reduce-overhead"``.
+their graphs. ``glue`` and its forms are one graph (``regions="whole"``). ``glue-regions``, and what has that in its
+name, is what a user gets by default, ``flex-regions`` what can be written by hand in its place: layers with their
+checkpoints inside, head and loss. ``-cudagraphs`` have ``mode="reduce-overhead"``.
 
 Other libraries train a row with models, kernels, losses and compilation of their own, from the row's random weights, on
 the row's batches: ``torchtune``, ``torchtitan`` (with flex_attention; ``torchtitan-varlen`` with torch's varlen kernel)
