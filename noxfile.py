@@ -49,6 +49,34 @@ def suite(session: nox.Session, torch: str, transformers: str) -> None:
         session.run("python", "-m", "tests.version_reports.table")
 
 
+USED = """
+import torch
+model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)))
+model.compile(backend="glue")
+model(torch.randn(4, 8)).sum().backward()
+assert all(weight.grad is not None for weight in model.parameters())
+import glue_compiler
+print(f"torch {torch.__version__} trains with {glue_compiler.__file__}")
+"""
+
+
+@nox.session
+@nox.parametrize("torch", TORCH)
+def wheel(session: nox.Session, torch: str) -> None:
+    """The wheel of the sdist trains a step, and has its command, in an environment with nothing else."""
+    folder = Path(session.create_tmp()).resolve()
+    session.install("build")
+    session.run("python", "-m", "build", "--outdir", str(folder), silent=True)
+    session.run("python", "-m", "pip", "uninstall", "-qy", "build")
+    session.install(*os.environ.get("TORCH_INDEX", "").split(), f"torch=={torch}.*")
+    (built,) = folder.glob("*.whl")
+    session.install("--force-reinstall", "--no-deps", str(built))
+    session.install(f"{built}[cli]", f"torch=={torch}.*")
+    session.chdir(folder)
+    session.run("python", "-c", USED)
+    session.run("glue", "doctor")
+
+
 def _constraints(newest: bool) -> list[str]:
     """What tests run with, without torch, and without what another transformers needs in another version."""
     left_out = ("torch", *(() if newest else BOUND_TO_TRANSFORMERS))
