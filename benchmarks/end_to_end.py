@@ -69,7 +69,7 @@ import torch
 
 from benchmarks.card_memory import allocator_settings
 from benchmarks.end_to_end_flops import peak_flops, step_flops
-from benchmarks.end_to_end_rows import ROWS, Size, document_lengths
+from benchmarks.end_to_end_rows import ROWS, Size, document_lengths, sized
 from benchmarks.end_to_end_table import COLUMNS, cell
 from benchmarks.end_to_end_variants import VARIANTS, variant_of
 from benchmarks.step_kernels import StepKernels, lines_of, profiled
@@ -277,7 +277,8 @@ def run_all(cases: list[tuple[str, str]], arguments: argparse.Namespace, caches:
     schedule = Schedule(warm_up=arguments.warm_up, kinds=kinds, timed=arguments.steps, profiled=profiled_steps)
 
     def started(row: str, variant: str) -> Running:
-        which = (row_and_tokens(row)[0], variant, size_of(row, arguments), arguments.device, arguments.compiler)
+        name, size = row.partition("@")[0], size_of(row, arguments)
+        which = (name, variant, size, arguments.device, arguments.compiler)
         return Running(row, variant, which, *started_process(measure, schedule, f"{caches}/{row}-{variant}", *which))
 
     found = [started(row, variant) for row, variant in cases]
@@ -374,22 +375,8 @@ def installed_packages() -> Iterator[tuple[str, str]]:
             yield name, importlib.metadata.version(name)
 
 
-def row_and_tokens(case: str) -> tuple[str, int | None]:
-    """Of ``qwen3-bf16@4096``, or ``qwen3-bf16``, which says no number."""
-    row, _, tokens = case.partition("@")
-    return row, int(tokens) if tokens else None
-
-
 def size_of(row: str, arguments: argparse.Namespace) -> Size:
-    is_tiny = arguments.device != "cuda"
-    row, of_case = row_and_tokens(row)
-    tokens = of_case or arguments.tokens or (256 if is_tiny else ROWS[row].tokens)
-    return Size(
-        tokens,
-        arguments.least or tokens * 6000 // 8192,
-        arguments.layers or (None if is_tiny else ROWS[row].layers),
-        is_tiny,
-    )
+    return sized(row, arguments.device, arguments.tokens, arguments.layers, arguments.least)[1]
 
 
 def main() -> None:
@@ -398,7 +385,7 @@ def main() -> None:
     parser.add_argument("--variants", default=",".join(DEFAULT_VARIANTS), help=f"of {', '.join(VARIANTS)}")
     parser.add_argument(
         "--cases",
-        help="such as qwen3-bf16:glue,llama-lora@4096:flex (with so many tokens), instead of each variant of each row",
+        help="such as qwen3-bf16:glue,llama-lora@4096x8:flex (tokens, layers), instead of each variant of each row",
     )
     parser.add_argument(
         "--tokens", type=int, help="the fixed total, which those that vary stay below; a row has its own"
@@ -424,7 +411,7 @@ def main() -> None:
         cases = [(row, variant) for row, _, variant in (each.partition(":") for each in arguments.cases.split(","))]
     for row, variant in cases:
         variant_of(variant)
-        if row_and_tokens(row)[0] not in ROWS:
+        if row.partition("@")[0] not in ROWS:
             parser.error(f"there is no row '{row}'; see --help")
     print(
         f"torch {torch.__version__} on {device}",

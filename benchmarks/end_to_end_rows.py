@@ -189,18 +189,23 @@ ROWS = {
 }
 
 
-def sized(row: str, device: str) -> tuple[str, Size]:
+def sized(
+    row: str, device: str, tokens: int | None = None, layers: int | None = None, least: int | None = None
+) -> tuple[str, Size]:
     """Of ``NAME[@TOKENS[xLAYERS]]``: the name of a row of ``ROWS``, and its size.
+
+    Args:
+        tokens, layers: where the row names none.
 
     Raises:
         ValueError: what stands behind the name is no number.
     """
     name, _, behind = row.partition("@")
-    tokens, _, layers = behind.partition("x")
+    own_tokens, _, own_layers = behind.partition("x")
     is_tiny = device == "cpu"
-    total = int(tokens) if tokens else (256 if is_tiny else ROWS[name].tokens)
-    by_default = None if is_tiny else ROWS[name].layers
-    return name, Size(total, total * 6000 // 8192, int(layers) if layers else by_default, is_tiny)
+    total = int(own_tokens or tokens or (256 if is_tiny else ROWS[name].tokens))
+    depth = int(own_layers) if own_layers else layers or (None if is_tiny else ROWS[name].layers)
+    return name, Size(total, least or total * 6000 // 8192, depth, is_tiny)
 
 
 ROWS_OF_PADDED = 8
