@@ -14,7 +14,7 @@ import contextlib
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any, NamedTuple
@@ -23,7 +23,14 @@ import torch
 from torch import fx, nn
 
 from glue_compiler.capture import bytecode
-from glue_compiler.compat import dynamo_tracing, frame_places, layer_calls, loop_tails, python_checkpoints
+from glue_compiler.compat import (
+    branch_guards,
+    dynamo_tracing,
+    frame_places,
+    layer_calls,
+    loop_tails,
+    python_checkpoints,
+)
 from glue_compiler.compat.layer_calls import ModuleCall
 from glue_compiler.compat.loop_tails import Tail
 
@@ -32,6 +39,8 @@ LEAST_OPERATORS = 12
 """Of one call. Less is not worth the call of a graph of its own."""
 MOST_COMPILES = 16
 """Of one kind: for fixed and for varying sizes, training, evaluation, frozen inputs. More shows that none is shared."""
+MOST_OF_ONE_CALL = 3
+"""Of one kind, for calls that differ in no tensor: their masks may be of several kinds, and their numbers."""
 
 
 _Shape = tuple[type[nn.Module], tuple[tuple[str, torch.Size], ...]]
@@ -45,15 +54,28 @@ class _Kind(NamedTuple):
 
 
 @dataclass(eq=False)
+class Sharing:
+    """Of all kinds of layers that were found together.
+
+    ``ended``: why they do not share compiled code any more; None: they do. ``is_over``: and are part of a graph.
+    """
+
+    ended: str | None = None
+    is_over: bool = False
+
+
+@dataclass(eq=False)
 class LayerKind:
     """Layers that share compiled code.
 
     ``name``: of their class. ``layers``: how many there are in their model. ``reasons``: why calls were not compiled.
+    ``compiles``: how many there were for calls of each form.
     """
 
     name: str
     layers: int
-    compiles: int = 0
+    sharing: Sharing
+    compiles: Counter[Hashable] = field(default_factory=Counter)
     reasons: set[str] = field(default_factory=set)
 
     def __str__(self) -> str:
@@ -81,7 +103,7 @@ class KnownLayers:
         found = self._members.get(module)
         if found is None and any(isinstance(module, kind) for kind, _ in self._kinds):
             found = self._kinds.get(_shape(module))
-        return found
+        return None if found is None or found.sharing.is_over else found
 
     def have_hooks(self, kind: LayerKind) -> bool:
         """Has a layer of this kind, or a module in one, hooks that others may not have?"""
@@ -89,15 +111,24 @@ class KnownLayers:
         return any(layer_calls.has_hooks(module) for layer in layers for module in layer.modules())
 
     def runs_in_python(self, kind: LayerKind, frame: Any, record: Callable[[str], None]) -> bool:
-        """Is a call of a layer left as it is? ``record`` is called with the reason, once for each."""
+        """Is a call of a layer left as it is? ``record`` is called with the reason, once for each.
+
+        Calls that no compiled code fits, one after the other, end all sharing: the next step finds a graph that ends at
+        these layers out of date.
+        """
         own = layer_calls.object_among(frame.f_locals.values())
-        reason = None
+        form = layer_calls.form_of(frame.f_locals.values())
+        reason = kind.sharing.ended
         if own is not None:
             reason = _own_part(own)
-        elif kind.compiles == MOST_COMPILES:
-            reason = f"{kind} was compiled {MOST_COMPILES} times, and this call fits none"
+        elif kind.compiles[form] == MOST_OF_ONE_CALL or kind.compiles.total() == MOST_COMPILES:
+            reason = f"{kind} was compiled {kind.compiles.total()} times, and this call fits none"
+            reason += ": each layer may have a number of its own"
+            kind.sharing.ended = kind.sharing.ended or reason
+            with self._lock:
+                self._around.clear()
         if reason is None:
-            kind.compiles += 1
+            kind.compiles[form] += 1
         elif reason not in kind.reasons:
             kind.reasons.add(reason)
             record(reason)
@@ -109,8 +140,9 @@ class KnownLayers:
         Those of other kinds may be called by the same loop, which is Python's now: each is known when its turn comes.
         """
         with self._lock:
+            sharing = Sharing()
             for kind, count in Counter(kinds.values()).items():
-                self._kinds.setdefault(kind.shape, LayerKind(kind.shape[0].__name__, count))
+                self._kinds.setdefault(kind.shape, LayerKind(kind.shape[0].__name__, count, sharing))
             found = self._kinds[kinds[layer].shape]
             self._members.update({module: found for module, kind in kinds.items() if kind == kinds[layer]})
             return found
@@ -122,6 +154,13 @@ class KnownLayers:
     def add_around(self, module: nn.Module, function: CodeType) -> None:
         with self._lock:
             self._around.setdefault(module, set()).add(function)
+
+    def guard(self) -> None:
+        """The code that is being traced ends at layers for as long as all of them share compiled code."""
+        kinds = list(self._kinds.values())
+        branch_guards.install_guard_of_several(
+            [], lambda: all(kind.sharing.ended is None for kind in kinds), "glue: layers share compiled code"
+        )
 
     @property
     def are_found(self) -> bool:
@@ -218,6 +257,8 @@ class LayerRegions(dynamo_tracing.TracingObserver):
         if kind is None and not self._is_layer(call):
             return None
         refusal = _refusal(call.frame, call.arguments)
+        if kind is not None and kind.sharing.ended is not None:
+            refusal, kind.sharing.is_over = kind.sharing.ended, True
         if refusal is None and layer_calls.is_never_converted(call.module):
             refusal = f"Dynamo converts no function of {type(call.module).__name__} by itself"
         if refusal is not None:
@@ -240,7 +281,10 @@ class LayerRegions(dynamo_tracing.TracingObserver):
 
     def leaves(self, frame: Any) -> Tail | None:
         """Python runs the loop over layers; what comes behind it in the same function is compiled again."""
-        if self._left_at is None or not loop_tails.is_separable(frame):
+        if self._left_at is None:
+            return None
+        self.known.guard()
+        if not loop_tails.is_separable(frame):
             return None
         instructions = frame.instructions
         loop = bytecode.outermost_loop(instructions, self._left_at)

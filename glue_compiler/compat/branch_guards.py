@@ -24,6 +24,7 @@ BRANCHES = Feature(
         "torch._dynamo.guards:get_verbose_code_parts": Uses(("code_parts", "guard")),
         "torch._dynamo.guards:install_guard": ANY,
         "torch._dynamo.guards:is_from_skip_guard_source": Uses(("source",)),
+        "torch._dynamo.source:GlobalStateSource": ANY,
         "torch._dynamo.output_graph:SubgraphTracer.__init__": Uses(names=("lifted_freevars", "parent")),
         "torch._guards:Source.make_guard": Uses(("self", "fn")),
         "torch.utils._python_dispatch:_disable_current_modes": ANY,
@@ -76,9 +77,10 @@ def install_guard(source: Any, check: Callable[[Any], bool], text: str) -> None:
 
 
 def install_guard_of_several(sources: Sequence[Any], check: Callable[..., bool], text: str) -> None:
-    """The same of what comes from several sources, of which each has guards of its own."""
+    """The same of what comes from several sources, of which each has guards of its own, or from none."""
     from torch._dynamo.guards import _get_closure_vars, get_verbose_code_parts
     from torch._dynamo.guards import install_guard as install
+    from torch._dynamo.source import GlobalStateSource
 
     def create(builder: Any, guard: Any) -> None:
         for each in sources:
@@ -87,7 +89,7 @@ def install_guard_of_several(sources: Sequence[Any], check: Callable[..., bool],
         known = {**_get_closure_vars(), "___glue_check": check}
         builder.add_python_lambda_leaf_guard_to_root(code, get_verbose_code_parts(text, guard), known)
 
-    install(sources[0].make_guard(create))
+    install((sources[0] if sources else GlobalStateSource()).make_guard(create))
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -240,6 +240,22 @@ def take_tensor(variables: Sequence[Any]) -> bool:
 def hold_tensor(values: Iterable[Any]) -> bool:
     """Is a tensor among ``values``, or in their lists and dicts?"""
     return any(isinstance(value, torch.Tensor) or hold_tensor(_parts(value)) for value in values)
+
+
+def form_of(values: Iterable[Any]) -> Hashable:
+    """What a call's tensors are, in lists and dicts too, and the modes of this thread that they meet."""
+    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled()
+    return modes, tuple(_forms(values))
+
+
+def _forms(values: Iterable[Any]) -> Iterator[Hashable]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield str(value.shape), value.dtype, value.device, value.requires_grad
+        elif isinstance(value, torch.nn.Module):
+            yield value.training
+        else:
+            yield tuple(_forms(_parts(value)))
 
 
 def _parts(value: Any) -> Iterable[Any]:

@@ -7,7 +7,7 @@ with the compile of the code that calls the checkpoint, as ``checkpoint(torch.co
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -92,6 +92,14 @@ def compile_bodies(around: Callable[[Any], Callable[[], AbstractContextManager[N
         checkpoint.__dynamo_disable = call
 
 
+def _apart(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+    """What is computed again gets each saved argument as a tensor of its own, of which compiled code may be another."""
+    seen = set(map(id, kwargs.values()))
+    for each in args:
+        yield torch.ops.aten.alias(each) if isinstance(each, torch.Tensor) and id(each) in seen else each
+        seen.add(id(each))
+
+
 def _with_callback(function: Callable[..., Any], callback: Any) -> Callable[..., Any]:
     from torch._C._dynamo.eval_frame import set_eval_frame
 
@@ -99,7 +107,7 @@ def _with_callback(function: Callable[..., Any], callback: Any) -> Callable[...,
         outer, _body.is_running = _body.is_running, True
         before = set_eval_frame(callback)
         try:
-            return function(*args, **kwargs)
+            return function(*_apart(args, kwargs), **kwargs)
         finally:
             set_eval_frame(before)
             _body.is_running = outer

@@ -143,12 +143,14 @@ def test_three_layers_are_part_of_one_graph():
 
 
 class Numbered(Decoder):
-    """Each layer is called with a number of its own."""
+    """Layers are called with one of ``numbers`` numbers."""
+
+    numbers = 3
 
     def forward(self, ids):
         states = self.embedding(ids)
         for place, layer in enumerate(self.layers):
-            states = layer(states, 0.1 + 0.5 * place)
+            states = layer(states, 0.1 + 0.5 * (place % self.numbers))
         return self.norm(states)
 
 
@@ -163,7 +165,27 @@ def test_numbers_of_layers_are_their_own(compiler):
     run = Run(WithHead(layers(4, WithNumber), Numbered), {"compiler": compiler})
     for length in (12, 9, 17):
         run.step(ids(length))
-    assert run.regions.count("WithNumber x4") == 2 * 4
+    assert run.regions.count("WithNumber x4") == 2 * 3
+
+
+class WithNumbers(Numbered):
+    numbers = 9
+
+
+def test_layers_with_a_number_each_are_part_of_one_graph_from_the_second_step_on():
+    run = Run(WithHead(layers(6, WithNumber), WithNumbers)).step(ids())
+    assert run.regions == ["WithNumber x6"] * 3
+    compiled = len(run.session.graphs)
+    run.step(ids()).step(ids(9)).step(ids(17))
+    assert [graph.region for graph in run.session.graphs[compiled:]] == [None, None]
+    assert any("a number of its own" in reason for reason in run.reasons)
+
+
+def test_other_models_go_on_sharing():
+    first = Run(WithHead(layers(6, WithNumber), WithNumbers)).step(ids()).step(ids())
+    second = Run(WithHead(layers(5))).step(ids()).step(ids(9))
+    assert first.reasons
+    assert second.regions == ["Layer x5"] * 2
 
 
 def test_lengths_that_vary_take_at_most_two_compiles_in_training_and_two_in_evaluation():

@@ -243,6 +243,21 @@ def test_a_graph_whose_backward_comes_after_another_forward_has_its_own_inputs(c
     assert copies["start_reload"] > 0
 
 
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_checkpoint_that_is_given_one_tensor_twice(by_name):
+    class Twice(OnThePinnedHost):
+        def __call__(self, x, mask):
+            def call(x, other):
+                return super(OnTheHost, self).__call__(x * other.tanh(), mask)
+
+            with torch.autograd.graph.save_on_cpu(pin_memory=True):
+                twice = {"other": x} if by_name else {}
+                return checkpoint(call, *(x,) if by_name else (x, x), use_reentrant=False, **twice)
+
+    run = two_steps(WithHead(layers(5, Twice)))
+    assert max(graph.nodes_before for graph in run.session.graphs) > 10
+
+
 @pytest.mark.parametrize("hooks", ["pageable", "of another"])
 def test_other_hooks_are_left_alone(copies, hooks):
     class Other(Layer):
