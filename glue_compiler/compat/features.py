@@ -107,6 +107,18 @@ PASSES = {
             "torch.ops:aten._flash_attention_forward": ANY,
         },
     ),
+    "trace_vmap": Feature(
+        "pass trace_vmap",
+        {
+            "torch._C._functorch:_vmap_decrement_nesting": ANY,
+            "torch._functorch.predispatch:_add_batch_dim": ANY,
+            "torch._functorch.predispatch:_remove_batch_dim": ANY,
+            "torch._functorch.predispatch:_vmap_decrement_nesting": ANY,
+            "torch._functorch.predispatch:_vmap_increment_nesting": ANY,
+            "torch._functorch.predispatch:lazy_load_decompositions": ANY,
+            "torch.fx.experimental.proxy_tensor:make_fx": ANY,
+        },
+    ),
     "sum_embedding_grads": Feature(
         "pass sum_embedding_grads",
         {"torch.utils._python_dispatch:is_traceable_wrapper_subclass": ANY},

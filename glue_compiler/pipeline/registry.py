@@ -15,6 +15,7 @@ from glue_compiler.pipeline.graph_pass import GraphPass, PairPass
 from glue_compiler.pipeline.results import Numerics, Stage
 
 _BUILT_IN = (
+    "glue_compiler.passes.trace_vmap:TraceVmap",
     "glue_compiler.passes.group_experts:GroupExperts",
     "glue_compiler.passes.roll_loops:RollLoops",
     "glue_compiler.passes.drop_padding:DropPadding",
