@@ -30,6 +30,8 @@ from glue_compiler.compat import (
     layer_calls,
     loop_tails,
     python_checkpoints,
+    runtime,
+    saved_tensor_hooks,
 )
 from glue_compiler.compat.layer_calls import ModuleCall
 from glue_compiler.compat.loop_tails import Tail
@@ -119,14 +121,16 @@ class KnownLayers:
         own = layer_calls.object_among(frame.f_locals.values())
         form = layer_calls.form_of(frame.f_locals.values())
         reason = kind.sharing.ended
+        # What a checkpoint in Python computes again has to meet the code that its forward met.
+        may_end = not saved_tensor_hooks.are_active() and runtime.backward_id() is None
         if own is not None:
             reason = _own_part(own)
-        elif kind.compiles[form] == MOST_OF_ONE_CALL or kind.compiles.total() == MOST_COMPILES:
+        elif kind.compiles.total() == MOST_COMPILES or (may_end and kind.compiles[form] == MOST_OF_ONE_CALL):
             reason = f"{kind} was compiled {kind.compiles.total()} times, and this call fits none"
-            reason += ": each layer may have a number of its own"
-            kind.sharing.ended = kind.sharing.ended or reason
-            with self._lock:
-                self._around.clear()
+            if may_end:
+                kind.sharing.ended = reason = f"{reason}: each layer may have a number of its own"
+                with self._lock:
+                    self._around.clear()
         if reason is None:
             kind.compiles[form] += 1
         elif reason not in kind.reasons:
@@ -158,9 +162,11 @@ class KnownLayers:
     def guard(self) -> None:
         """The code that is being traced ends at layers for as long as all of them share compiled code."""
         kinds = list(self._kinds.values())
-        branch_guards.install_guard_of_several(
-            [], lambda: all(kind.sharing.ended is None for kind in kinds), "glue: layers share compiled code"
-        )
+
+        def holds() -> bool:
+            return runtime.backward_id() is not None or all(kind.sharing.ended is None for kind in kinds)
+
+        branch_guards.install_guard_of_several([], holds, "glue: layers share compiled code")
 
     @property
     def are_found(self) -> bool:

@@ -178,6 +178,45 @@ def test_random_numbers_are_drawn_again():
             torch.testing.assert_close(mine[name], want, rtol=1e-10, atol=1e-12, msg=name)
 
 
+class Numbered(WithHead):
+    """Each layer has a number of its own, and all of them lie in a checkpoint that Python calls."""
+
+    def forward(self, ids):
+        for place, layer in enumerate(self.decoder.layers):
+            layer.number = 0.5 + 0.1 * place
+        return super().forward(ids)
+
+
+class WithNumber(Layer):
+    def forward(self, x, mask=None):
+        return super().forward(x * self.number, mask)
+
+    def __call__(self, x, mask=None):
+        return checkpoint(super().__call__, x, mask, use_reentrant=False)
+
+
+class Around(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, ids):
+        return checkpoint(self.inner, ids, use_reentrant=False)
+
+
+@pytest.mark.parametrize("around", [False, True], ids=["layers", "all of them, too"])
+def test_what_is_computed_again_meets_the_code_of_its_forward(around):
+    """As many compiles as would end the sharing of compiled code, were it not for the checkpoints."""
+    model = Numbered(layers(6, WithNumber))
+    for layer in model.decoder.layers:
+        layer.calls = 0
+        layer.register_forward_pre_hook(count_call)
+    run = Run(Around(model) if around else model)
+    for length in (12, 12, 9, 17):
+        run.step(ids(length))
+    assert "WithNumber x6" in run.regions
+
+
 class OnTheHost(Layer):
     """As with transformers' ``offload=True``: what a checkpoint saves is copied, in a context that no graph has."""
 
