@@ -35,7 +35,8 @@ def capture(
             forward and the backward graph of each, as a :class:`TrainingPair`; only graphs with something to
             differentiate have one.
         options: glue's options. All passes are off unless ``passes`` says otherwise; those of the captured stage that
-            are on have run before the partitioned graphs are taken.
+            are on have run before the partitioned graphs are taken. Graphs are whole: ``{"regions": "auto"}`` gives
+            them as they are in training.
         dynamic: as for ``torch.compile``.
 
     Raises:
@@ -48,6 +49,8 @@ def capture(
     stage = Stage(stage)
     backend = _Keeper(stage)
     options = {"strict": True, **(options or {})}
+    if options.get("memory_budget") is None:
+        options.setdefault("regions", "whole")
     options["passes"] = {**dict.fromkeys(registry.pass_names(), False), **options.get("passes", {})}
     try:
         with torch.random.fork_rng():

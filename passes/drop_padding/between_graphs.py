@@ -31,6 +31,8 @@ def returned_tokens(plan: Plan, graph: fx.Graph, *, in_layers: bool) -> dict[int
     if in_layers and not plan.domain.is_given and len(of_tokens) < len(put_back):
         raise Refused("what follows cannot be told where tokens are in a result that is not [B, T, ...]", output)
     if source is None:
+        if in_layers and any(node.op == "placeholder" for node in plan.begun):
+            raise Refused("what follows cannot be told which tokens are padding, as it can of a mask [B, 1, T, T]")
         return {}
     at = inputs_of(graph).index(source)
     return {position: at for position, node in enumerate(returned) if node in of_tokens}

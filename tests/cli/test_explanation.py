@@ -75,7 +75,7 @@ def test_where_nothing_applies_it_says_so():
 
 @pytest.mark.slow
 def test_it_reports_passes_over_the_forward_and_the_backward_graph(recwarn):
-    text = str(glue_compiler.explain(Layers(layers()), ids()))
+    text = str(glue_compiler.explain(Layers(layers()), ids(), options={"regions": "whole"}))
     assert "share_layers: bodies 2, calls " in text
     text = str(glue_compiler.explain(Layers(layers(3)), ids(), options={"offload": "checkpoints"}))
     assert "overlap_offload: " in text

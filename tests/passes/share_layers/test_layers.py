@@ -18,6 +18,8 @@ from glue_compiler.testing import capture, run_pass
 from tests.captured import compile_with_glue
 from tests.passes.share_layers.models import Layer, Layers, ids, layers, run_both, step
 
+WHOLE = {"regions": "whole"}
+
 
 def test_equal_layers_call_one_body_in_forward_and_one_in_backward():
     report = run_both(Layers(layers()))
@@ -219,7 +221,7 @@ def test_what_layers_return_to_the_caller_is_memory_of_its_own():
     model = Returns(layers()).double()
     assert run_both(model, unshared=True).changed
     torch._dynamo.reset()
-    found = torch.compile(model, backend="glue", options={"compiler": "aot_eager", "strict": True})(ids())
+    found = torch.compile(model, backend="glue", options={**WHOLE, "compiler": "aot_eager", "strict": True})(ids())
     assert found[2].untyped_storage().data_ptr() == found[1].untyped_storage().data_ptr()  # as in eager
     assert found[4].untyped_storage().data_ptr() != found[1].untyped_storage().data_ptr()
 
@@ -248,7 +250,7 @@ def test_what_comes_out_of_a_body_is_no_view_for_autograd():
 
 @pytest.mark.slow
 def test_a_dump_has_the_bodies_of_both_graphs_and_runs(tmp_path, capsys):
-    options = {"compiler": "aot_eager", "dump": str(tmp_path)}
+    options = {**WHOLE, "compiler": "aot_eager", "dump": str(tmp_path)}
     step(model := Layers(layers()).double(), torch.compile(model, backend="glue", options=options), ids())
     (after,) = tmp_path.glob("*/*share_layers.after.py")
     text = after.read_text()
@@ -404,6 +406,6 @@ def test_inductor_compiles_one_body_and_computes_the_same():
     inputs = ids()
     plain = step(model, torch.compile(model, backend="inductor"), inputs)
     torch._dynamo.reset()
-    shared = step(model, torch.compile(model, backend="glue", options={"strict": True}), inputs)
+    shared = step(model, torch.compile(model, backend="glue", options={**WHOLE, "strict": True}), inputs)
     for one, other in zip(plain, shared, strict=True):
         torch.testing.assert_close(one, other)
