@@ -193,14 +193,17 @@ class KnownLayers:
 
 @dataclass
 class _Seen:
-    """The latest call of a kind: the loop it is made in, and what it added to the graph."""
+    """The latest call of a kind: the loop it is made in, and the last nodes of the graph before and behind it.
+
+    Inputs that a call adds lie in front of both.
+    """
 
     call: ModuleCall
     at: int | None
     graph: fx.Graph
-    start: int
+    before: fx.Node | None
     operators: int = 0
-    end: int = 0
+    behind: fx.Node | None = None
 
     def is_followed_by(self, call: ModuleCall) -> bool:
         """Is ``call`` of the same loop, and takes what this call has made?"""
@@ -208,7 +211,16 @@ class _Seen:
             return False
         if call.graph is not self.graph:  # each in the body of an operator of its own
             return True
-        return layer_calls.depends_on(call.arguments, list(self.graph.nodes)[self.start : self.end])
+        return layer_calls.depends_on(call.arguments, self._made())
+
+    def _made(self) -> Iterator[fx.Node]:
+        is_behind = True
+        for node in reversed(self.graph.nodes):
+            if node is self.before:
+                return
+            is_behind &= node is not self.behind
+            if not is_behind:
+                yield node
 
 
 @dataclass
@@ -283,7 +295,7 @@ class LayerRegions(dynamo_tracing.TracingObserver):
             kind = self._kinds.get(call.module)
             seen = None if kind is None else self._seen.get(kind)
             if seen is not None and seen.call is call:
-                seen.operators, seen.end = dynamo_tracing.nodes_made() - call.nodes, len(seen.graph.nodes)
+                seen.operators, seen.behind = dynamo_tracing.nodes_made() - call.nodes, _last(seen.graph)
 
     def leaves(self, frame: Any) -> Tail | None:
         """Python runs the loop over layers; what comes behind it in the same function is compiled again."""
@@ -311,7 +323,7 @@ class LayerRegions(dynamo_tracing.TracingObserver):
         seen = self._seen.get(kind)
         if seen is not None and seen.is_followed_by(call):
             return True
-        self._seen[kind] = _Seen(call, call.at, call.graph, len(call.graph.nodes))
+        self._seen[kind] = _Seen(call, call.at, call.graph, _last(call.graph))
         self._inside = call
         return False
 
@@ -339,6 +351,10 @@ def _refusal(frame: Any, arguments: Iterable[Any]) -> str | None:
         return "layers are called in the body of a checkpoint or of another operator, which is one graph"
     own = layer_calls.object_in(arguments)
     return None if own is None else _own_part(own)
+
+
+def _last(graph: fx.Graph) -> fx.Node | None:
+    return next(iter(reversed(graph.nodes)), None)
 
 
 def _own_part(own: type) -> str:

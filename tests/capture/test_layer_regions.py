@@ -188,6 +188,35 @@ def test_other_models_go_on_sharing():
     assert second.regions == ["Layer x5"] * 2
 
 
+class Expert(Layer):
+    """With weights of its own that the graph meets in its call: inputs lie in front of all that is computed."""
+
+    def __init__(self, index=0):
+        super().__init__(index)
+        self.more = nn.ParameterList(nn.Parameter(torch.ones(16)) for _ in range(9))
+
+    def forward(self, x, mask=None):
+        for weight in self.more:
+            x = x * weight
+        return super().forward(x, mask)
+
+
+class Routed(Decoder):
+    """Each expert takes the same states, and a share of them that is computed in front of all."""
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        shares = torch.softmax(x.mean(-1, keepdim=True) * torch.arange(len(self.layers)), -1)
+        result = torch.zeros_like(x)
+        for place, layer in enumerate(self.layers):
+            result = result + layer(x * shares[..., place, None])
+        return self.norm(result)
+
+
+def test_experts_are_no_layers():
+    assert Run(WithHead(layers(5, Expert), Routed)).step(ids()).regions == []
+
+
 def test_lengths_that_vary_take_at_most_two_compiles_in_training_and_two_in_evaluation():
     run = Run(WithHead(layers(5, Checkpointed)))
     for length in (12, 17, 9, 23, 12):
