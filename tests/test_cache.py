@@ -11,6 +11,7 @@ import pytest
 import glue_compiler.passes.hoist_metadata as hoist_metadata
 
 pytestmark = pytest.mark.slow
+ROOT = Path(__file__).resolve().parent.parent
 
 SCRIPT = """
 import json, sys, torch
@@ -73,3 +74,34 @@ def test_a_changed_source_misses(run, source):
 
 def test_what_no_pass_reads_hits(run, tmp_path):
     assert hits(run({"dump": str(tmp_path)})) == (2, 0)
+
+
+ARTIFACTS = """
+import sys, torch
+from pathlib import Path
+from torch._dynamo.utils import counters
+from tests.capture.test_layer_regions import Checkpointed, WithHead, ids, layers
+
+file = Path(sys.argv[1])
+if file.exists():
+    torch.compiler.load_cache_artifacts(file.read_bytes())
+torch.manual_seed(0)
+torch.compile(WithHead(layers(4, Checkpointed)), backend="glue")(ids()).backward()
+if not file.exists():
+    data, _ = torch.compiler.save_cache_artifacts()
+    file.write_bytes(data)
+print(counters["aot_autograd"]["total"], counters["aot_autograd"]["autograd_cache_hit"])
+"""
+
+
+def test_a_machine_with_the_artefacts_of_another_compiles_nothing(tmp_path):
+    found = []
+    for machine in ("first", "second"):
+        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / machine), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-c", ARTIFACTS, str(tmp_path / "artifacts")]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        found.append([int(each) for each in done.stdout.split()[-2:]])
+    (total, hits), again = found
+    assert hits == 0 < total
+    assert again == [total, total]
