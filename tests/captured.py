@@ -18,6 +18,7 @@ def compile_with_glue(fn: Any, **how: Any) -> Run:
     first, and group_experts and roll_loops, which let Dynamo capture more, are off unless ``passes`` says otherwise.
     """
     quiet = {
+        "trace_vmap",
         "memoize_metadata",
         "specialize_attention",
         "chunk_loss",

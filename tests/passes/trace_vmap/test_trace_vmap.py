@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from tests.captured import compile_with_glue
 
+ALONE = {"trace_vmap": True}
 POSITIONS = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 0, 1]])
 
 
@@ -46,7 +47,7 @@ def counts(run, name):
 
 @pytest.mark.parametrize(("fn", "form"), [(packed, "packed"), (causal, "causal")])
 def test_masks_are_read(fn, form):
-    run = compile_with_glue(fn, passes={"specialize_attention": True}, eager=True)
+    run = compile_with_glue(fn, passes={"trace_vmap": True, "specialize_attention": True}, eager=True)
     for length in (12, 8, 10):  # the second compile is for all lengths
         x = torch.randn(1, length, 8, dtype=torch.float64, requires_grad=True)
         positions = POSITIONS[:, :length]
@@ -65,7 +66,7 @@ def outer_sums(x, y):
 @pytest.mark.parametrize("sizes", [(3, 4, 5), (1, 1, 5), (2, 1, 1)], ids=str)
 def test_results_have_the_same_bits(sizes):
     n, m, width = sizes
-    run = compile_with_glue(outer_sums)
+    run = compile_with_glue(outer_sums, passes=ALONE)
     x, y = torch.randn(n, width), torch.randn(m, width)
     torch.testing.assert_close(run.call(x, y), outer_sums(x, y), rtol=0, atol=0)
     assert counts(run, "trace_vmap") == [{"traced": 2}]
@@ -97,7 +98,7 @@ def needs_a_gradient(x):
     ],
 )
 def test_what_is_left_alone(fn, reason):
-    run = compile_with_glue(fn)
+    run = compile_with_glue(fn, passes=ALONE)
     x = torch.randn(3, 4, dtype=torch.float64, requires_grad=fn is needs_a_gradient)
     torch.manual_seed(0)
     actual = run.call(x)
