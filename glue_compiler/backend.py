@@ -66,6 +66,8 @@ class GlueBackend:
     ) -> Callable[..., Any]:
         versions.warn_if_untested()
         pipeline = self._pipeline_for({"mode": mode, "options": options})
+        if not self.known_layers.are_found:  # passes look at graphs of layers, and those around them, otherwise
+            pipeline.options = dataclasses.replace(pipeline.options, regions="whole")
         effects = EffectAnalysis.for_graph(gm)
         if python_checkpoints.in_body() and effects.may_write_outside(gm):
             reason = "what a checkpoint in Python runs writes memory from outside, and runs operator by operator"

@@ -65,7 +65,7 @@ def run_pass(graph: fx.GraphModule | TrainingPair, graph_pass: Any, **options: A
         GlueInvariantError: if the pass leaves an inconsistent graph.
     """
     found = _resolve(graph_pass)
-    parsed = parse_options({"strict": True, **options}, None, [found.name], environment={})
+    parsed = parse_options({"strict": True, "regions": "whole", **options}, None, [found.name], environment={})
     pipeline = Pipeline.of_one(found, parsed)
     if isinstance(graph, TrainingPair):
         copied = TrainingPair(copy_graph_module(graph.forward), copy_graph_module(graph.backward), graph.num_outputs)
