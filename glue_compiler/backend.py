@@ -145,13 +145,11 @@ class GlueBackend:
         if options.capture:
             loops = functools.reduce(operator.or_, (p.proves_loops for p in pipeline.passes), loops)
             how = capture.Capture.LOOPS if loops else capture.Capture.VALUES
-        return capture.Asked(how, options.regions == "auto" and options.capture, loops)
+        return capture.Asked(how, _shares_layers(options), loops)
 
     def around_bodies(self, stored: Mapping[str, Any]) -> Callable[[], AbstractContextManager[None]] | None:
         options = self._pipeline_for(stored).options
-        if options.regions == "whole" or not options.capture:
-            return None
-        return functools.partial(offload_where_asked, options.pinned_limit)
+        return functools.partial(offload_where_asked, options.pinned_limit) if _shares_layers(options) else None
 
     def record_capture(self, stored: Mapping[str, Any], event: capture.CaptureEvent) -> None:
         self._session_for(self._pipeline_for(stored).options).add_capture_event(event)
@@ -166,6 +164,10 @@ class GlueBackend:
 
     def _session_for(self, options: GlueOptions) -> Session:
         return watchers.session_of(options, self._session)
+
+
+def _shares_layers(options: GlueOptions) -> bool:
+    return options.regions == "auto" and options.capture
 
 
 capture.install(GlueBackend)

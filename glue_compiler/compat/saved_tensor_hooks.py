@@ -20,10 +20,10 @@ def are_active() -> bool:
 def move_to_pinned_memory() -> bool:
     """Are this thread's innermost hooks those of ``torch.autograd.graph.save_on_cpu(pin_memory=True)``?"""
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    known: Any = torch.autograd.graph.save_on_cpu().pack_hook
-    if hooks is None or not inspect.isfunction(hooks[0]) or hooks[0].__code__ is not known.__code__:
+    if hooks is None or not inspect.isfunction(hooks[0]):
         return False
-    return bool(inspect.getclosurevars(hooks[0]).nonlocals.get("pin_memory"))
+    known: Any = torch.autograd.graph.save_on_cpu().pack_hook
+    return hooks[0].__code__ is known.__code__ and bool(inspect.getclosurevars(hooks[0]).nonlocals.get("pin_memory"))
 
 
 def are_forbidden() -> bool:

@@ -60,13 +60,12 @@ def mixed_documents(plan: AttentionPlan, reader: MaskReader, graph: fx.Graph) ->
             known[reader.leaves[name].node] = None
             length = value_of(replacement.site.output).shape[-2]
             lengths[expression(length)] = length
+    lengths = lengths if known else _lengths_of_given(graph)
+    if not lengths:
+        return []
     operators = reader.operators
     # What tells documents apart, given to a layer without attention, is whatever is no float.
     sources = _sources(known or [node for node in inputs_of(graph) if has_value(node) and not _is_floating(node)])
-    if not known:
-        lengths = _lengths_of_given(graph)
-    if not lengths:
-        return []
     return [
         Mixed(node, how)
         for node in operators.numbering.nodes

@@ -32,9 +32,10 @@ class TraceVmap(GraphPass):
         skips: list[Skip] = []
         traced = 0
         for nodes in vmap_calls.segments(graph.graph):
-            operands = list(dict.fromkeys(each for node in nodes for each in node.all_input_nodes))
-            operands = [node for node in operands if node not in set(nodes)]
-            results = [node for node in nodes if not node.users.keys() <= set(nodes)]
+            inside = set(nodes)
+            taken = dict.fromkeys(each for node in nodes for each in node.all_input_nodes)
+            operands = [node for node in taken if node not in inside]
+            results = [node for node in nodes if not node.users.keys() <= inside]
             reason = _why_not(nodes, [*operands, *results])
             plain = None
             if reason is None:
